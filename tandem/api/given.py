@@ -55,11 +55,14 @@ def values_of(command: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in keys.items():
         if name == "tools":
-            values |= {"env.name": "tools", "env.options": {"tools": value}}
+            found = {"env.name": "tools", "env.options": {"tools": value}}
         elif name in Config.model_fields and isinstance(value, Mapping):
-            values |= {f"{name}.{field}": one for field, one in value.items()}
+            found = {f"{name}.{field}": one for field, one in value.items()}
         else:
-            values[short.get(name) or _key(name, command)] = value
+            found = {short.get(name) or _key(name, command): value}
+        if twice := values.keys() & found.keys():
+            raise UserError("a key has two values", where=min(twice), found=f"{value!r:.60}")
+        values |= found
     return values
 
 
@@ -85,10 +88,16 @@ def _key(name: str, command: str) -> str:
     """Find the key that a keyword means, among those that the command reads."""
     if "." in name:
         return name
-    order = (SECTIONS[command][0], "run", "train")
+    order = (SECTIONS[command][0], "run", "model", "train")
     named = [key for key, *_ in describe() if key.partition(".")[2] == name]
     if read := [key for key in named if is_read(command, key)]:
-        return min(read, key=lambda key: [key.partition(".")[0] != section for section in order])
+        best = min(read, key=lambda key: [key.partition(".")[0] != section for section in order])
+        if len(read) == 1 or best.partition(".")[0] in order:
+            return best
+        given = f'{best.partition(".")[0]}={{"{name}": VALUE}}'
+        raise UserError(f"{name!r} is a key of several sections", found=", ".join(read), next=given)
+    if name in Config.model_fields and is_read(command, name):
+        raise UserError("this key is a section", where=name, expected="a dict of its keys")
     others = "" if command == "eval" else ", callbacks, fresh"
     raise UserError(
         f"`tandem {command}` reads no key {name!r}",
@@ -186,9 +195,13 @@ class _Pickler(pickle._Pickler):  # in Python: that in C asks nobody about a set
 
     dispatch_table = cloudpickle.Pickler.dispatch_table
     _dynamic_function_reduce = cloudpickle.Pickler._dynamic_function_reduce
-    _function_getnewargs = cloudpickle.Pickler._function_getnewargs
     _function_reduce = cloudpickle.Pickler._function_reduce
     globals_ref: dict[int, Any]
+
+    def _function_getnewargs(self, func: Any) -> Any:
+        # else the script's path would be in it
+        self.globals_ref.setdefault(id(func.__globals__), {"__name__": func.__module__})
+        return cloudpickle.Pickler._function_getnewargs(self, func)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):  # version 2: without marks of how often an object is used
@@ -203,6 +216,6 @@ class _Pickler(pickle._Pickler):  # in Python: that in C asks nobody about a set
 
 
 def _of_notebook(code: CodeType) -> CodeType:
-    """Return the code without its file and its place in it."""
+    """Return the code without its file and its place in it; lines count from that of its name."""
     constants = (_of_notebook(c) if isinstance(c, CodeType) else c for c in code.co_consts)
-    return code.replace(co_filename="notebook", co_firstlineno=1, co_consts=tuple(constants))
+    return code.replace(co_filename=code.co_qualname, co_firstlineno=1, co_consts=tuple(constants))

@@ -138,7 +138,10 @@ class Run:
         """Return the episodes of a step, counted from 1; by default of the newest. Raises UserError
         if the step is not there."""
         past = open_past(self.folder)
-        step = max(past.journaled(), default=0) if step is None else step
+        steps = past.journaled()
+        step = max(steps, default=0) if step is None else step
+        if step not in steps:
+            raise UserError("no episodes of that step", found=f"{step!r}", expected=f"of {steps}")
         return [one for group in read_groups(past.journal(step)) for one in group.episodes]
 
     @property
@@ -200,7 +203,9 @@ def _run(
     **keys: Any,
 ) -> Run:
     """Run a command to its end. directory: that relative paths begin in, "" for the current one."""
-    callbacks = [callbacks] if callable(callbacks) else [*callbacks]
+    callbacks = [callbacks] if callable(callbacks) else callbacks
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UserError("callbacks are functions of a row", found=f"callbacks={callbacks!r:.60}")
     path, folder = _recipe(command, recipe, keys)
     saved = sorted((folder / "checkpoints").glob("step_*")) if not fresh else []
     last = int(saved[-1].name.rpartition("_")[2]) if saved else 0  # rows after it are made again
@@ -236,12 +241,15 @@ def _run(
 def _recipe(command: str, recipe: Recipe, keys: dict[str, Any]) -> tuple[Path, Path]:
     """Write the recipe of a command, once it has no mistake, and return its path and the run
     folder."""
+    if not isinstance(recipe, dict | str | Path | None):
+        raise UserError("a recipe is a file or a dict of sections", found=f"{recipe!r:.60}")
     file = None if isinstance(recipe, dict | None) else Path(recipe)
     given = values_of(command, recipe) if isinstance(recipe, dict) else {}
     given |= values_of(command, keys)
     tree, _ = merged(file, [])
     usual = f"runs/{file.stem}-{command}" if file else f"runs/{command}"
-    folder = Path(given.get("run.folder") or tree.get("run", {}).get("folder") or usual).absolute()
+    named = given.get("run.folder") or tree.get("run", {}).get("folder") or usual
+    folder = Path(str(named)).absolute()
     inputs = folder.parent / "inputs"
     config = load_config(file, overrides_of({**given, "run.folder": str(folder)}, inputs))
     return Path(kept(inputs, folder.name, ".toml", to_toml(config).encode())), folder

@@ -14,8 +14,8 @@ configuration are keywords (given.py). Knows no environment, no reward and no ad
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,10 @@ from tandem.model.rope import positions_of
 from tandem.registry import names
 from tandem.rl.algorithms import bound, policy_loss
 from tandem.rl.losses import Metrics
+from tandem.rl.user_functions import losses_of
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint, versions
-from tandem.run_folder.export import export, model_card
+from tandem.run_folder.export import export, model_card, require_new
 from tandem.run_folder.folder import resolved
 from tandem.runtime.errors import UserError, require_range
 from tandem.runtime.rng import address
@@ -49,9 +50,11 @@ from tandem.types import Array, Completion, Message, Microbatch, Request, Sample
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[Message] | Array  # a user's text, a chat, or tokens int64 [T]
-# by the names of its parameters: policy_logprobs, proximal_logprobs, engine_logprobs, advantages,
-# each float32 [N], sequences int64 [N], and settings -> losses of the tokens [N], metrics as sums
-Loss = str | Callable[..., tuple[Tensor, Mapping[str, float]]]
+# by the names of its parameters: policy_logprobs, proximal_logprobs, engine_logprobs, entropy,
+# advantages, each float32 [N], sequences int64 [N], and settings -> losses of the tokens [N], or
+# (losses, metrics as sums)
+Loss = str | Callable[..., Tensor | tuple[Tensor, Mapping[str, float]]]
+READ = ("model", "rollout", "lora", "train", "run.seed", "run.threads", "data.chat_template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,9 @@ class Session:
 
     def __init__(self, model: str | Path, **keys: Any):
         values = values_of("train", {"model": model, "schedule": "constant", **keys})
+        if unread := [k for k in values if not {k, k.partition(".")[0]} & {*READ}]:
+            expected = f"{', '.join(READ)}; sample and losses take more"
+            raise UserError("a session reads no such key", found=unread[0], expected=expected)
         overrides = overrides_of(values, Path("runs/inputs"))
         self.config = resolved(load_config(None, overrides), Path(os.devnull))
         prepare_process(self.config)
@@ -114,8 +120,14 @@ class Session:
         types.SamplingParams in place of the configured ones; the trainer's log-probs are always
         those of the configured temperature and filters.
         """
-        if isinstance(prompts, str) or n < 1 or any(isinstance(one, Mapping) for one in prompts):
-            raise UserError("sample needs a list of prompts, and n of at least 1", where="sample")
+        is_one = isinstance(prompts, str) or any(isinstance(one, Mapping) for one in prompts)
+        known = [one.name for one in fields(self.params)]
+        if is_one or not isinstance(n, Integral) or n < 1 or len(uids) not in (0, len(prompts)):
+            expected = "a list of prompts, n of at least 1, and a uid of each prompt or none"
+            raise UserError("sample needs a list of prompts", where="sample", expected=expected)
+        if unknown := params.keys() - {*known}:
+            found, expected = ", ".join(unknown), ", ".join(known)
+            raise UserError("sample has no such key", found=found, expected=expected)
         stop = params.get("stop", self.params.stop)
         params["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         wanted = replace(self.params, **params)
@@ -136,14 +148,22 @@ class Session:
         """Return the tokens int64 [T] of a prompt, with the header of the model's turn."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        if len(prompt) and isinstance(prompt[0], Mapping):
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             return self.renderer.prompts([prompt], ())[0]  # type: ignore[list-item]
-        return np.asarray(prompt, np.int64)
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            expected = "a text, a list of messages, or whole numbers, the tokens [T]"
+            raise UserError("this is no prompt", found=f"{prompt!r:.60}", expected=expected)
+        return tokens.astype(np.int64)
 
     def datum(self, completion: Sampled, *, advantage: float = 1.0, weight: float = 1.0) -> Datum:
         """Return the datum of a completion: its tokens carry that weight and advantage."""
-        prompt, shape = completion.prompt, len(completion.tokens)
-        given = [np.full(shape, value) for value in (weight, advantage)]
+        try:
+            prompt, shape = completion.prompt, len(completion.tokens)
+            given = [np.full(shape, float(value)) for value in (weight, advantage)]
+        except (AttributeError, TypeError, ValueError) as error:
+            expected = "a completion of `sample`, and numbers"
+            raise UserError("no datum", found=f"{error}", expected=expected) from None
         zeros, tokens = np.zeros(len(prompt)), np.concatenate([prompt, completion.tokens])
         pairs = zip(ARRAYS, (*given, completion.logprobs), strict=True)
         arrays: Any = {name: np.concatenate([zeros, own], dtype=np.float32) for name, own in pairs}
@@ -212,10 +232,7 @@ class Session:
                 "sequences": torch.from_numpy(batch.sequences),
                 "entropy": entropy,
             }
-            terms, metrics = function(**offered)()
-            if terms.shape != logprobs.shape:
-                shapes = {"found": f"{[*terms.shape]}", "expected": f"{[*logprobs.shape]}"}
-                raise UserError("not one loss for each token", where=f"the loss {loss}", **shapes)
+            terms, metrics = function(offered)
             value = (terms * own["weights"]).sum()
             metrics = {name: float(part) for name, part in metrics.items()}
             return value, {**metrics, "loss": float(value.detach())}
@@ -261,6 +278,8 @@ class Session:
     def load(self, path: str | Path, *, optimizer: bool = True) -> None:
         """Go back to what `save` wrote to that path; gradients are forgotten. optimizer: moments
         and learning rate, too, else this session's stay. Raises UserError for a damaged one."""
+        if saves := sorted(Path(path).glob("step_*")):
+            raise UserError("a folder of saves", where=str(path), next=f"load {saves[-1]}")
         tensors, state = load_checkpoint(Path(path))
         if "calls" not in state:
             next = "tandem export RUN, and a Session of the exported folder"
@@ -280,7 +299,9 @@ class Session:
         self.engine.apply(self.version)
 
     def export(self, folder: str | Path) -> Path:
-        """Write the model as a Hugging Face directory; return it."""
+        """Write the model as a Hugging Face directory; return it. Raises UserError if the folder
+        holds anything."""
+        require_new(Path(folder))
         about: dict[str, Any] = {"command": "session", "metrics": {"step": self.version}}
         about |= {"inputs": {}, "versions": versions()}
         card = model_card(self.learner.model, self.config, **about)
@@ -292,7 +313,7 @@ class Session:
         config, done, samples = self.learner.model.config, list[Datum](), list[Sample]()
         groups: dict[bytes, int] = {}  # by prefix: what shares a pass has equal tokens
         most = positions_of(config) + 1  # the last token is not read
-        for number, one in enumerate(data):
+        for number, one in enumerate([data] if isinstance(data, Datum) else data):
             where = f"data[{number}]"
             if not isinstance(one, Datum):
                 raise UserError("this is no Datum", where=where, found=f"{one!r:.60}")
@@ -300,10 +321,11 @@ class Session:
             arrays: Any = {name: np.asarray(getattr(one, name), np.float32) for name in ARRAYS}
             mask = arrays["weights"] != 0
             unlike = {k: of.shape for k, of in arrays.items() if of.shape != tokens.shape}
-            if unlike or not start < len(tokens) <= most or mask[:start].any():
+            finite = all(np.isfinite(of).all() for of in arrays.values())
+            if unlike or not finite or not start < len(tokens) <= most or mask[:start].any():
                 found = f"{len(tokens)} tokens, prefix {one.prefix} {unlike or ''}"
-                expected = f"2 to {most} tokens, {', '.join(ARRAYS)} of each, no weight before the "
-                expected += "second, nor in the prefix"
+                expected = f"2 to {most} tokens, finite {', '.join(ARRAYS)} of each, no weight "
+                expected += "before the second, nor in the prefix"
                 raise UserError("a bad datum", where=where, found=found, expected=expected)
             group = groups.setdefault(tokens[: one.prefix].tobytes(), len(groups))
             samples.append(Sample(tokens=tokens, loss_mask=mask, prefix=one.prefix, group=group))
@@ -320,17 +342,22 @@ FIELDS = tuple(Completion.__dataclass_fields__)
 ARRAYS = ("weights", "advantages", "logprobs")  # of a Datum
 
 
-def _function(loss: Loss, settings: Mapping[str, Any]) -> Callable[..., Callable[[], Any]]:
-    """Return what binds a loss to its settings and to those of its parameters that are offered."""
+def _function(loss: Loss, settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Return what computes a loss, with its settings, of those of its parameters that are
+    offered."""
     known = [*OWN, *names("losses")]
-    if isinstance(loss, str) and loss not in known:
+    if not callable(loss) and loss not in known:
         expected = f"one of {', '.join(known)}, or a function"
         raise UserError("there is no such loss", found=repr(loss), expected=expected)
     function = OWN.get(loss) if isinstance(loss, str) else loss
     bind = (lambda **offered: bound(function, offered)) if function else policy_loss(loss).bind
     if unknown := settings.keys() - bind(**settings).keywords.keys():
         raise UserError(f"the loss {loss} has no setting {min(unknown)!r}")
-    return partial(bind, **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, **settings})
+    settings = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, **settings}
+    if callable(loss):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        return lambda offered: losses_of("the loss", name, {**settings, **offered}, loss)
+    return lambda offered: bind(**settings, **offered)()
 
 
 def cross_entropy(policy_logprobs: Tensor) -> tuple[Tensor, Mapping[str, float]]:

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from tandem.cli.arguments import Fresh, Overrides, Recipe, run_folder
 from tandem.config.recipe import keys_like, load_config
+from tandem.config.schema import is_read
 from tandem.registry import find, names
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.processes import end_with_starter
@@ -118,6 +119,10 @@ def add_training_command(command: str, help: str) -> None:
     @app.command(command, help=help)
     def run_command(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
         config = load_config(recipe, overrides or [])
+        for key in (override.partition("=")[0] for override in overrides or []):
+            if not is_read(command, key):
+                near = keys_like(key.rpartition(".")[2], command=command)
+                typer.echo(f"warning: tandem {command} does not read {key}{near}", err=True)
         from tandem.cli import train
 
         train.train(command, config, run_folder(config, recipe, command), fresh)

@@ -2,55 +2,30 @@
 
     system (system_prompt)   the system message
     history                  pairs of the user's and the assistant's texts before the prompt
-    tools                    JSON schemas, for the chat template
-    chat_template_kwargs     further variables of the chat template
 
-In rows of problems the environment shows the tools, so a column of them is refused. Does not know
-tokens, nor what a template makes of its variables.
+In rows of problems the environment shows the tools, so a column of them is refused; those of chats
+are read in plugins/offline/rows.py. Does not know tokens.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.data.messages import parsed, without_nulls
 from tandem.data.readers import Row, RowError, show
-from tandem.types import Message, Tool
+from tandem.types import Message
 
 Messages = tuple[Message, ...]
 
 EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")  # values that say nothing
-RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")  # variables of our own
 
-_RENAME = "rename the column if it is something else"
-_MEDIA = dict.fromkeys(("videos", "audios"), "leave the column out: of media only images are read")
-# refused in rows of chats and preferences, and of problems: name -> what to do
-OF_CHATS = {
-    "functions": 'rename it to tools, a list of {"type": "function", "function": {...}}',
-    "documents": "write them into a message",
-    **_MEDIA,
-}
+RENAME = "rename the column if it is something else"
+MEDIA = dict.fromkeys(("videos", "audios"), "leave the column out: of media only images are read")
+# refused in rows of problems: name -> what to do
 OF_PROBLEMS = {
     "tools": "leave the column out, or rename it if a reward reads it; the tools that a model is "
     "shown are those of env.name",
     "chat_template_kwargs": "leave the column out, and set the variables in data.chat_template",
-    **_MEDIA,
+    **MEDIA,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateInputs:
-    """Tools and variables that a row gives the chat template beside its messages.
-
-    Example: TemplateInputs(tools=[{"type": "function", "function": {"name": "add"}}],
-    variables={"enable_thinking": False})
-    """
-
-    tools: list[Tool] = field(default_factory=list)
-    variables: dict[str, Any] = field(default_factory=dict)
-
-
-NOTHING = TemplateInputs()
 
 
 def with_opening(messages: Messages, row: Row, used: Collection[str] = ()) -> Messages:
@@ -64,7 +39,7 @@ def with_opening(messages: Messages, row: Row, used: Collection[str] = ()) -> Me
             messages = _with_history(messages, value)
             continue
         if not isinstance(value, str):
-            raise RowError(show(value), "a system message, text", field=name, next=_RENAME)
+            raise RowError(show(value), "a system message, text", field=name, next=RENAME)
         own = [message["content"] for message in messages if message["role"] == "system"]
         if own and own[0] != value:
             raise RowError(
@@ -86,7 +61,7 @@ def _with_history(messages: Messages, pairs: Any) -> Messages:
             "a chat of several messages" if is_pairs else show(pairs),
             "pairs of text, [user, assistant], and a prompt of one message",
             field="history",
-            next="write the whole chat as messages, and leave the column history out; " + _RENAME,
+            next="write the whole chat as messages, and leave the column history out; " + RENAME,
         )
     roles = ("user", "assistant")
     earlier = [
@@ -106,27 +81,3 @@ def refuse_columns(row: Row, refused: Mapping[str, str], used: Collection[str] =
                 field=name,
                 next=advice,
             )
-
-
-def template_inputs(row: Row) -> TemplateInputs:
-    """Return the tools and variables in a row of a chat or preference. Raises RowError."""
-    refuse_columns(row, OF_CHATS)
-    tools = _given(row, "tools", [], "a list of JSON schemas of functions")
-    variables = _given(row, "chat_template_kwargs", {}, "an object, the template's variables")
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(show(tools[0]), "JSON schemas of functions", field="tools")
-    tools = [
-        tool if "function" in tool else {"type": "function", "function": tool}
-        for tool in without_nulls(tools)
-    ]
-    if reserved := [name for name in RESERVED if name in variables]:
-        raise RowError(show(reserved[0]), "other variables than this", field="chat_template_kwargs")
-    return TemplateInputs(tools=tools, variables=variables) if tools or variables else NOTHING
-
-
-def _given(row: Row, name: str, default: Any, expected: str) -> Any:
-    """Return a column's value, or what its JSON says."""
-    value = parsed(row.values.get(name)) or default
-    if type(value) is not type(default):
-        raise RowError(show(value), expected, field=name, next=_RENAME)
-    return value

@@ -7,7 +7,7 @@ The tokenizer is of characters. The directory is an ordinary Hugging Face one, w
 """
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,12 @@ def make_tiny(
     init_std: float = 0.06,
     seed: int = 0,
     pad_row: bool = False,
+    others: Sequence[str] = (),
+    template: str = TEMPLATE,
+    build: Callable[[Any, dict[str, Any]], Any] | None = None,
 ) -> int:
-    """Write a random model of about 0.9M parameters and its tokenizer; pad_row: as of save_random.
+    """Write a random model of about 0.9M parameters and its tokenizer. pad_row: as of save_random;
+    others, template: of make_tokenizer; build: model class and config of a tokenizer and values.
 
     The same arguments give the same bits. Returns the number of parameters. Raises UserError for a
     shape that the engine cannot run.
@@ -59,24 +63,22 @@ def make_tiny(
     learns half as much at this width.
     """
     check_shape(hidden, heads, kv_heads)
-    tokenizer = make_tokenizer(max_tokens, characters)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=max_tokens,
-        initializer_range=init_std,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    return save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed, pad_row)
+    tokenizer = make_tokenizer(max_tokens, characters, others, template)
+    values = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": max_tokens,
+        "initializer_range": init_std,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model_class, config = (build or _qwen3)(tokenizer, values)
+    return save_random(model_class, config, tokenizer, folder, seed, pad_row)
 
 
 def save_random(
@@ -94,6 +96,11 @@ def save_random(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return int(model.num_parameters())
+
+
+def _qwen3(_: Any, values: dict[str, Any]) -> Any:
+    own = {"head_dim": values["hidden_size"] // values["num_attention_heads"], "dtype": "float32"}
+    return Qwen3ForCausalLM, Qwen3Config(**values, **own, tie_word_embeddings=True)
 
 
 def check_shape(hidden: int, heads: int, kv_heads: int) -> None:

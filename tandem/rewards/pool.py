@@ -14,6 +14,7 @@ and a pool for samples that may hang has more workers than cores (benchmarks/sto
 """
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from tandem.workers.calls import Call, CallPool, CallWorker, V
 from tandem.workers.channel import Message
 from tandem.workers.host import Host, LocalHosts
 from tandem.workers.pool import Limits
+
+logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "tandem.rewards.worker")
 THREAD = "rewards"  # its name, for the watchdog
@@ -135,6 +138,10 @@ class RewardPool(ScorePool[RewardWorker]):
         self, worker: RewardWorker | None, call: Call[Scoring], kind: str, error: str
     ) -> None:
         self.failures[kind] += 1
+        if kind == "timeout" and self.failures[kind] == 1:
+            logger.warning(
+                "a reward is late: %s (reward.timeout_s); it and others count as 0", error
+            )
         if worker is not None and self._names_function:
             error = f"{part_name(self._functions[worker.function])}: {error}"
         super()._fail(worker, call, kind, error)

@@ -18,6 +18,7 @@ from tandem.model.load import ExactModel
 from tandem.model.stock import SUMS
 from tandem.model.tokenizer import load_tokenizer
 from tandem.runtime.disk import file_hash, os_error, whole_folder
+from tandem.runtime.errors import UserError
 from tandem.runtime.version import __version__
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
@@ -74,6 +75,12 @@ def write_export(folder: Path, write: Callable[[Path], None], card: str) -> Path
         for file in temporary.iterdir():
             file.chmod(0o644)  # safetensors writes files that only their owner can read
     return folder
+
+
+def require_new(folder: Path) -> None:
+    """Raise UserError if there is anything at the place of a user's export."""
+    if folder.is_file() or any(folder.glob("*")):
+        raise UserError("the target of the export exists", where=str(folder), next="name a new one")
 
 
 def model_card(

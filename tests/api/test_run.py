@@ -26,6 +26,7 @@ from tests.support.command import tandem as command
 
 ROWS = [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(6)]
 BONUS = 0.25
+UNREAD = [("sft", "epochs"), ("dpo", "kl_coef"), ("rm", "beta"), ("eval", "rl")]
 NOTEBOOK = Path(__file__).parents[2] / "examples/first_run.ipynb"
 
 
@@ -107,6 +108,9 @@ def test_mistakes_are_errors_of_the_caller(model, tmp_path, capsys):
     assert "error" not in capsys.readouterr().out
     with pytest.raises(tandem.UserError, match="not a run folder"):
         tandem.Run(tmp_path / "run")
+    for recipe, callbacks in ((7, ()), (None, 3)):
+        with pytest.raises(tandem.UserError, match=r"functions of a row|a file or a dict"):
+            tandem.train(recipe, callbacks=callbacks)
 
 
 def test_problems_are_generated_and_a_model_is_evaluated_on_them(model, tmp_path, monkeypatch):
@@ -133,11 +137,18 @@ def test_a_keyword_is_a_key(command, keys, overrides, tmp_path):
     assert overrides_of(values_of(command, keys), tmp_path) == expected
 
 
-@pytest.mark.parametrize("keys", ["sft epochs", "dpo kl_coef", "rm beta", "eval steps", "eval rl"])
-def test_a_name_that_the_command_does_not_read_is_an_error(keys):
-    command, name = keys.split()
-    with pytest.raises(tandem.UserError, match=f"`tandem {command}` reads no key '{name}'"):
-        values_of(command, {name: 2})
+@pytest.mark.parametrize(
+    ("command", "keys", "error"),
+    [
+        *[(c, {k: 2}, f"`tandem {c}` reads no key '{k}'") for c, k in UNREAD],
+        ("train", {"workers": 2}, r"rollout\.workers, reward\.workers"),
+        ("train", {"steps": 2, "run": {"steps": 3}}, r"two values\n.*run\.steps"),
+        ("train", {"rl": 3}, "this key is a section"),
+    ],
+)
+def test_a_mistaken_keyword_is_an_error(command, keys, error):
+    with pytest.raises(tandem.UserError, match=error):
+        values_of(command, keys)
 
 
 def test_rows_of_any_kind_are_the_same_file(tmp_path):
@@ -184,8 +195,8 @@ def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
     for number, first in enumerate(["", "# a line before\n"]):
         own = {"PYTHONHASHSEED": str(number), "PYTHONPATH": os.pathsep.join(sys.path)}
         how = {"cwd": tmp_path, "env": os.environ | own, "text": True, "check": True}
-        how |= {"input": first + SCRIPT, "capture_output": True}
-        done = subprocess.run([sys.executable, "-"], **how)
+        (script := tmp_path / f"{number}.py").write_text(first + SCRIPT)
+        done = subprocess.run([sys.executable, script], capture_output=True, **how)
         outputs.add(done.stdout)
     [name] = outputs
     assert load_user_object(str(tmp_path / name.strip()), key="reward.function")(None, "none")

@@ -84,26 +84,46 @@ def test_gradients_add_up_until_a_step_and_two_sessions_are_apart(model):
     assert weights(second) == before
 
 
-def test_mistakes_of_a_loss_are_named(model):
+def no_loss(policy_logprobs):
+    return -policy_logprobs.detach(), {}
+
+
+def test_mistakes_are_named_and_change_nothing(model, tmp_path):
     session = tandem.Session(model, max_new_tokens=2)
-    data = [session.datum(one) for one in session.sample(["a"])[0]]
+    (folder := tmp_path / "mine").mkdir()
+    (folder / "notes.txt").write_text("kept")
+    [sampled] = session.sample(["a"])[0]
+    data, train = [session.datum(sampled)], session.forward_backward
     assert session.sample(["a"], stop=["b"])[0][0].stop_reason  # a list of texts is taken
-    for prompts, n in (("a", 1), ([{"role": "user", "content": "a"}], 1), (["a"], 0)):
-        with pytest.raises(tandem.UserError, match="a list of prompts"):
-            session.sample(prompts, n)
-    with pytest.raises(tandem.UserError, match="cross_entropy, importance_sampling, ppo_clip"):
-        session.forward_backward(data, "pposs")
-    before = weights(session)
-    with pytest.raises(tandem.UserError, match="no setting 'clip_hihg'"):
-        session.forward_backward(data, "ppo_clip", clip_hihg=0.3)
-    with pytest.raises(tandem.UserError, match="not one loss for each token"):
-        session.forward_backward(data, lambda policy_logprobs: (-policy_logprobs.sum(), {}))
-    with pytest.raises(tandem.UserError, match="learning_rate"):
-        session.optim_step("1e-3")
-    with pytest.raises(tandem.UserError, match="not finite"):
-        session.forward_backward(data, lambda policy_logprobs: (policy_logprobs / 0, {}))
+    bare = session.forward(data, lambda policy_logprobs: -policy_logprobs)
+    assert bare == session.forward(data, "cross_entropy")
+    before, chat = weights(session), [{"role": "user", "content": "a"}]
+    for call, error in [
+        (lambda: tandem.Session(model, kl_coef=0.1), r"rl\.kl_coef"),
+        *[(lambda p=p: session.sample(p), "a list of prompts") for p in ("a", chat)],
+        (lambda: session.sample(["a"], 0), "a list of prompts"),
+        (lambda: session.sample(["a", "b"], uids=["a"]), "a uid of each prompt"),
+        *[(lambda p=p: session.sample([p]), "no prompt") for p in (5, None, [1.5])],
+        (lambda: session.sample(["a"], temprature=0.5), "temprature"),
+        (lambda: session.datum([sampled]), "a completion of"),
+        (lambda: session.datum(sampled, advantage="much"), "much"),
+        (lambda: train([session.datum(sampled, weight=np.inf)]), r"data\[0\]"),
+        (lambda: train(data, "pposs"), "cross_entropy, importance_sampling, ppo_clip"),
+        (lambda: train(data, None), "no such loss"),
+        (lambda: train(data, "ppo_clip", clip_hihg=0.3), "no setting 'clip_hihg'"),
+        (lambda: train(data, lambda policy_logprobs: None), "NoneType None"),
+        (lambda: train(data, lambda policy_logprobs: -policy_logprobs.sum()), r"Tensor \[2\]"),
+        (lambda: train(data, lambda logp: logp), "missing 1 required"),
+        (lambda: train(data, no_loss), "without a gradient"),
+        (lambda: train(data, lambda policy_logprobs: policy_logprobs / 0), "not finite"),
+        (lambda: session.optim_step("1e-3"), "learning_rate"),
+        (lambda: session.export(folder), "the target of the export exists"),
+        (lambda: session.load(session.save(tmp_path / "saves").parent), "a folder of saves"),
+    ]:
+        with pytest.raises(tandem.UserError, match=error):
+            call()
     session.optim_step()
-    assert weights(session) == before
+    assert weights(session) == before and [file.name for file in folder.iterdir()] == ["notes.txt"]
 
 
 def test_a_datum_that_cannot_be_trained_is_named_and_int32_is_read(model):

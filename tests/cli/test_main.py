@@ -6,6 +6,7 @@ import sys
 from tandem.config.recipe import describe
 from tandem.runtime.version import __version__
 from tests.support.command import ROOT, assert_is_a_users_error, in_own_process, tandem
+from tests.support.home import invoke
 
 
 def test_help_version_and_mistakes_in_a_recipe_come_before_torch(tmp_path):
@@ -70,3 +71,10 @@ def test_plan_lists_every_key_with_its_default(tmp_path):
     }
     leaves = {key: default for key, default, _ in describe()}
     assert {key: default for key, default in rows.items() if key} == leaves
+
+
+def test_an_override_that_the_command_does_not_read_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem.cli.train.train", lambda *_: None)
+    (recipe := tmp_path / "r.toml").write_text("")
+    found = invoke("dpo", recipe, "run.steps=3").stderr
+    assert "tandem dpo does not read run.steps; did you mean preference.steps?" in found

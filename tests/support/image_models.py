@@ -47,17 +47,8 @@ def save_image_model(kind, folder, seed=0):
     """Write a model directory; return it as text."""
     match kind:
         case "qwen2_5_vl":
-            make_tiny_images(
-                folder,
-                hidden=96,
-                layers=2,
-                heads=6,
-                kv_heads=2,
-                intermediate=172,
-                max_tokens=512,
-                init_std=0.1,
-                seed=seed,
-            )
+            wide = {"hidden": 96, "layers": 2, "heads": 6, "kv_heads": 2, "intermediate": 172}
+            make_tiny_images(folder, **wide, max_tokens=512, init_std=0.1, seed=seed)
         case "qwen3_vl":
             vision = {
                 "hidden_size": 32,

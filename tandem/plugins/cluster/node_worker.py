@@ -4,18 +4,22 @@ Does not know Ray, whose actor it is (ray_cluster.py), nor what the worker does.
 """
 
 import os
+import select
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from tandem.plugins.cluster.logs import redirect_output
 from tandem.runtime.errors import UserError
-from tandem.workers.channel import Channel, Message
-from tandem.workers.serve import serve_calls, serve_from_start
+from tandem.workers.channel import Channel, Message, Waker
+from tandem.workers.serve import serve_from_start
 
 CHUNK = 1 << 16  # bytes that an actor call carries without Ray's store
 
@@ -62,7 +66,7 @@ class NodeWorker:
 
 
 class CallNode(NodeWorker):
-    """A NodeWorker that serves calls. service: a class of workers/serve.py:Service. It is made in
+    """A NodeWorker that serves calls. service: a class of Service. It is made in
     the run's folder of the message that starts the worker, and raises UserError."""
 
     service: ClassVar[type[Any]]
@@ -83,3 +87,44 @@ class CallNode(NodeWorker):
             return partial(serve_calls, channel, service, start["beat_s"])
 
         serve_from_start(channel, load)
+
+
+class Service(Protocol):
+    """Server of calls, several at once; open until the channel ends."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, call: Message) -> Future[Any]:
+        """Begin to serve a call."""
+
+    def answer(self, result: Any) -> Message:
+        """Return the fields of the answer."""
+
+    def check(self) -> None:
+        """Raise UserError if the calls cannot be served any more; called each beat."""
+
+
+def serve_calls(channel: Channel, service: Service, beat_s: float) -> None:
+    """Serve until the channel ends: EOFError. Only this thread sends."""
+    waker, done = Waker(), deque[tuple[int, Future[Any]]]()
+
+    def on_done(number: int, result: Future[Any]) -> None:
+        done.append((number, result))
+        waker.wake()
+
+    with service:
+        while True:
+            descriptors = [channel.socket.fileno(), waker.fileno()]
+            ready, _, _ = select.select(descriptors, [], [], beat_s)
+            if waker.fileno() in ready:
+                waker.clear()
+            for call in channel.receive():
+                service.submit(call).add_done_callback(partial(on_done, call["id"]))
+            while done:
+                number, result = done.popleft()
+                channel.send({"id": number, **service.answer(result.result())})
+            if time.monotonic() - channel.last_sent >= beat_s:
+                service.check()
+                channel.send({"alive": True})

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from tandem.config.schema import Config
-from tandem.data.prompt_columns import template_inputs
 from tandem.data.readers import read_rows, tell_repeats
 from tandem.data.renderer import load_renderer
 from tandem.jobs.input_hashes import image_hashes
@@ -15,7 +14,7 @@ from tandem.jobs.inputs import Count, Inputs, held_out_of, missing, read_data
 from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.rope import positions_of
 from tandem.plugins.offline.loss_mask import training_samples
-from tandem.plugins.offline.rows import parse_chat, parse_preference
+from tandem.plugins.offline.rows import parse_chat, parse_preference, template_inputs
 from tandem.plugins.offline.supervised import answer_pair, scored_pair
 from tandem.runtime.errors import UserError
 from tandem.runtime.wording import counted

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from tandem.data.prompt_columns import NOTHING, TemplateInputs
 from tandem.data.renderer import CHUNK, ChatRenderer, first_difference
 from tandem.data.unknown_tokens import UnknownTokens
+from tandem.plugins.offline.rows import NOTHING, TemplateInputs
 from tandem.runtime.errors import UserError
 from tandem.types import Array, Message
 

@@ -3,28 +3,39 @@
 A row of chats holds `messages`, or a `prompt` (text or messages) and a `response`; or it follows
 the data sets of TRL, ShareGPT, Alpaca or xLAM. A row of preferences holds `prompt`, `chosen` and
 `rejected`, or `chosen` and `rejected` as whole chats whose common start is the prompt
-(docs/guide/data.md). Does not know tokens, chat templates or losses.
+(docs/guide/data.md). Beside them are `tools`, JSON schemas, and `chat_template_kwargs`, further
+variables of the chat template. Does not know tokens, what a template makes of these, or losses.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.data.messages import (
     chat_messages,
+    parsed,
     prompt_messages,
     require_user_first,
     tool_calls,
     with_images,
+    without_nulls,
 )
-from tandem.data.prompt_columns import with_opening
+from tandem.data.prompt_columns import MEDIA, RENAME, refuse_columns, with_opening
 from tandem.data.readers import Row, RowError, column, show
 from tandem.runtime.image_parts import image_column
-from tandem.types import Message
+from tandem.types import Message, Tool
 
 Messages = tuple[Message, ...]
 
 FITS_CHAT = 'write a row as {"prompt": "1 + 1 =", "response": "2"}'
 FITS_PAIR = 'write a row as {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}'
+
+RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")  # variables of our own
+# refused in rows of chats and preferences: name -> what to do
+OF_CHATS = {
+    "functions": 'rename it to tools, a list of {"type": "function", "function": {...}}',
+    "documents": "write them into a message",
+    **MEDIA,
+}
 
 
 def parse_chat(row: Row) -> Messages:
@@ -171,3 +182,42 @@ def _common_prompt(chosen: Messages, rejected: Messages) -> Messages:
 
 def _answered(chat: Messages, i: int) -> bool:
     return chat[i]["role"] == "assistant" != chat[i - 1]["role"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateInputs:
+    """Tools and variables that a row gives the chat template beside its messages.
+
+    Example: TemplateInputs(tools=[{"type": "function", "function": {"name": "add"}}],
+    variables={"enable_thinking": False})
+    """
+
+    tools: list[Tool] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+NOTHING = TemplateInputs()
+
+
+def template_inputs(row: Row) -> TemplateInputs:
+    """Return the tools and variables in a row of a chat or preference. Raises RowError."""
+    refuse_columns(row, OF_CHATS)
+    tools = _given(row, "tools", [], "a list of JSON schemas of functions")
+    variables = _given(row, "chat_template_kwargs", {}, "an object, the template's variables")
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(show(tools[0]), "JSON schemas of functions", field="tools")
+    tools = [
+        tool if "function" in tool else {"type": "function", "function": tool}
+        for tool in without_nulls(tools)
+    ]
+    if reserved := [name for name in RESERVED if name in variables]:
+        raise RowError(show(reserved[0]), "other variables than this", field="chat_template_kwargs")
+    return TemplateInputs(tools=tools, variables=variables) if tools or variables else NOTHING
+
+
+def _given(row: Row, name: str, default: Any, expected: str) -> Any:
+    """Return a column's value, or what its JSON says."""
+    value = parsed(row.values.get(name)) or default
+    if type(value) is not type(default):
+        raise RowError(show(value), expected, field=name, next=RENAME)
+    return value

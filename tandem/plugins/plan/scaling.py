@@ -22,7 +22,7 @@ from tandem.plugins.plan.shards import FLOAT32, Work, layer_parameters, part_of
 GB, TERA = 1e9, 1e12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU in a node of eight. Rates are of one GPU and in one direction."""
 
@@ -37,38 +37,18 @@ class Gpu:
 
 # Data sheets give products with sparsity, twice those of dense matrices, and NVLink both ways,
 # twice one way. Networks are those of the vendor's own systems, one adapter a GPU.
-GPUS = {
+GPUS = {  # name, FLOP/s, bytes, NVLink, network, source
     "a100": Gpu(
-        name="A100 80GB SXM",
-        flops=312 * TERA,
-        memory=80 * GB,
-        nvlink=300 * GB,
-        network=25 * GB,
-        source="NVIDIA A100 data sheet; DGX A100: 8 x 200 Gb/s",
+        "A100 80GB SXM", 312 * TERA, 80 * GB, 300 * GB, 25 * GB, "data sheet; DGX: 8 x 200 Gb/s"
     ),
     "h100": Gpu(
-        name="H100 SXM",
-        flops=989 * TERA,
-        memory=80 * GB,
-        nvlink=450 * GB,
-        network=50 * GB,
-        source="NVIDIA H100 data sheet; DGX H100: 8 x 400 Gb/s",
+        "H100 SXM", 989 * TERA, 80 * GB, 450 * GB, 50 * GB, "data sheet; DGX: 8 x 400 Gb/s"
     ),
     "h200": Gpu(
-        name="H200 SXM",
-        flops=989 * TERA,
-        memory=141 * GB,
-        nvlink=450 * GB,
-        network=50 * GB,
-        source="NVIDIA H200 data sheet; DGX H200: 8 x 400 Gb/s",
+        "H200 SXM", 989 * TERA, 141 * GB, 450 * GB, 50 * GB, "data sheet; DGX: 8 x 400 Gb/s"
     ),
     "b200": Gpu(
-        name="B200 SXM",
-        flops=2250 * TERA,
-        memory=180 * GB,
-        nvlink=900 * GB,
-        network=50 * GB,
-        source="NVIDIA DGX B200 data sheet, an eighth of it; 8 x 400 Gb/s",
+        "B200 SXM", 2250 * TERA, 180 * GB, 900 * GB, 50 * GB, "an eighth of a DGX: 8 x 400 Gb/s"
     ),
 }
 

@@ -67,14 +67,14 @@ def command_name() -> str:
 def settings(folder: Path, seed: int, command: str, model: Path) -> list[str]:
     """Return the settings that differ from the recipe."""
     data = folder / "data"
+    warm = [f"sft.train={data / 'warm.jsonl'}", "run.save_every=100"]  # its steps take 0.1 s
     return [
         f"run.seed={seed}",
         f"run.folder={folder / command}",
         f"model.path={model}",
         f"data.train={data / 'train.jsonl'}",
-        f"sft.train={data / 'warm.jsonl'}",
         f"eval.data={data / 'test.jsonl'}",
-        *["run.save_every=100"] * (command == "sft"),  # its steps take 0.1 s
+        *warm * (command == "sft"),
     ]
 
 

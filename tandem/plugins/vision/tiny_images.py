@@ -7,12 +7,12 @@ is an ordinary Hugging Face one, which `AutoModelForImageTextToText` loads. Know
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from tandem.model.tiny import CHARACTERS, TEMPLATE, check_shape, make_tokenizer, save_random
+from tandem.model.tiny import TEMPLATE, make_tiny
 
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PATCH, MERGE, LARGEST = 7, 2, 112  # pixels of a patch, patches on each side of a token, pixels
@@ -42,47 +42,27 @@ PROCESSOR = {
 }
 
 
-def make_tiny_images(
-    folder: str | Path,
-    *,
-    characters: Sequence[str] = CHARACTERS,
-    hidden: int = 128,
-    layers: int = 3,
-    heads: int = 4,
-    kv_heads: int = 2,
-    intermediate: int = 640,
-    max_tokens: int = 256,
-    init_std: float = 0.06,
-    seed: int = 0,
-    pad_row: bool = False,
-) -> int:
+def make_tiny_images(folder: str | Path, **shape: Any) -> int:
     """Write a random model of about 1.1M parameters, tokenizer and image processor. As make_tiny,
     with a vision tower of two layers of 64."""
-    check_shape(hidden, heads, kv_heads)
-    tokenizer = make_tokenizer(max_tokens, characters, VISION, IMAGE_TEMPLATE)
+    count = make_tiny(folder, **shape, others=VISION, template=IMAGE_TEMPLATE, build=_qwen_vl)
+    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2))
+    return count
+
+
+def _qwen_vl(tokenizer: Any, values: dict[str, Any]) -> Any:
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
     half = hidden // heads // 2
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": max_tokens,
-        "initializer_range": init_std,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
-        },
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
     }
+    tower = {"out_hidden_size": hidden, "initializer_range": values["initializer_range"]}
     config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config={**TOWER, "out_hidden_size": hidden, "initializer_range": init_std},
+        text_config={**values, "rope_parameters": rope},
+        vision_config={**TOWER, **tower},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
@@ -90,7 +70,4 @@ def make_tiny_images(
         tie_word_embeddings=True,
         dtype="float32",
     )
-    model_class = Qwen2_5_VLForConditionalGeneration
-    count = save_random(model_class, config, tokenizer, folder, seed, pad_row)
-    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2))
-    return count
+    return Qwen2_5_VLForConditionalGeneration, config

@@ -51,15 +51,8 @@ def test_the_word_answer_may_follow_the_name_of_a_channel_or_a_small_letter():
 @pytest.mark.parametrize(
     "text",
     [
-        "7",
-        "the result is 7.",
-        "3 + 4 = 7",
-        "Answer 7",
-        "",
-        "Answer:",
-        "boxed{7}",
-        "\\boxed{7",
-        "reanswer: 7",
+        *("7", "the result is 7.", "3 + 4 = 7", "Answer 7", "", "Answer:", "boxed{7}"),
+        *("\\boxed{7", "reanswer: 7"),
     ],
 )
 def test_a_number_in_the_prose_is_never_an_answer(text):

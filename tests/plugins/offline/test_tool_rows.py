@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from tandem.data.prompt_columns import template_inputs
 from tandem.data.readers import Row, read_rows
 from tandem.plugins.offline.loss_mask import training_samples
-from tandem.plugins.offline.rows import parse_chat, parse_preference
+from tandem.plugins.offline.rows import parse_chat, parse_preference, template_inputs
 from tandem.runtime.errors import UserError
 from tests.support.call_templates import call_templates, template_renderer
 from tests.support.datasets import jsonl, parquet

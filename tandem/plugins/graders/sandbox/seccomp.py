@@ -18,64 +18,30 @@ import errno
 import platform
 import struct
 
-# name: its number on x86-64 and on AArch64; None if the machine has no such call.
-REFUSED: dict[str, tuple[int | None, int | None]] = {
+# name, its number on x86-64 and on AArch64; -: the machine has no such call
+_TABLE = (
     # into another process, or back into oneself by a way that is not watched
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440),
-    "personality": (135, 92),
+    "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, "
+    "pidfd_getfd 438 438, process_madvise 440 440, personality 135 92, "
     # another view of the system
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
+    "mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, unshare 272 97, "
+    "setns 308 268, open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, "
+    "fsmount 432 432, fspick 433 433, mount_setattr 442 442, name_to_handle_at 303 264, "
+    "open_by_handle_at 304 265, "
     # memory that no limit counts
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
+    "shmget 29 194, shmat 30 196, semget 64 190, msgget 68 186, mq_open 240 180, "
+    "memfd_create 319 279, memfd_secret 447 447, "
     # a wide door into the kernel that no solution of a task needs
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "vmsplice": (278, 75),
-    "modify_ldt": (154, None),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "fanotify_init": (300, 262),
-    "quotactl": (179, 60),
-    "syslog": (103, 116),
-    "kexec_load": (246, 104),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "swapon": (167, 224),
-    "reboot": (169, 142),
-    "acct": (163, 89),
+    "bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425, "
+    "io_uring_enter 426 426, io_uring_register 427 427, add_key 248 217, request_key 249 218, "
+    "keyctl 250 219, vmsplice 278 75, modify_ldt 154 -, iopl 172 -, ioperm 173 -, "
+    "fanotify_init 300 262, quotactl 179 60, syslog 103 116, kexec_load 246 104, "
+    "init_module 175 105, finit_module 313 273, delete_module 176 106, swapon 167 224, "
+    "reboot 169 142, acct 163 89"
+)
+REFUSED = {
+    name: tuple(None if number == "-" else int(number) for number in numbers)
+    for name, *numbers in map(str.split, _TABLE.split(","))
 }
 SOCKET, MMAP = (41, 198), (9, 222)
 FAMILIES = (1,)  # AF_UNIX
