@@ -94,7 +94,7 @@ def _key(name: str, command: str) -> str:
         best = min(read, key=lambda key: [key.partition(".")[0] != section for section in order])
         if len(read) == 1 or best.partition(".")[0] in order:
             return best
-        given = f'{best.partition(".")[0]}={{"{name}": VALUE}}'
+        given = f'**{{"{best}": VALUE}}'
         raise UserError(f"{name!r} is a key of several sections", found=", ".join(read), next=given)
     if name in Config.model_fields and is_read(command, name):
         raise UserError("this key is a section", where=name, expected="a dict of its keys")
@@ -199,8 +199,9 @@ class _Pickler(pickle._Pickler):  # in Python: that in C asks nobody about a set
     globals_ref: dict[int, Any]
 
     def _function_getnewargs(self, func: Any) -> Any:
-        # else the script's path would be in it
-        self.globals_ref.setdefault(id(func.__globals__), {"__name__": func.__module__})
+        names = ("__name__", "__package__", "__path__")  # without __file__: a script may move
+        kept = {name: func.__globals__[name] for name in names if name in func.__globals__}
+        self.globals_ref.setdefault(id(func.__globals__), kept)
         return cloudpickle.Pickler._function_getnewargs(self, func)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -216,6 +217,6 @@ class _Pickler(pickle._Pickler):  # in Python: that in C asks nobody about a set
 
 
 def _of_notebook(code: CodeType) -> CodeType:
-    """Return the code without its file and its place in it; lines count from that of its name."""
+    """Return the code without its file and its place in it; lines count from its first."""
     constants = (_of_notebook(c) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(co_filename=code.co_qualname, co_firstlineno=1, co_consts=tuple(constants))

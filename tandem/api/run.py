@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,8 +203,8 @@ def _run(
     **keys: Any,
 ) -> Run:
     """Run a command to its end. directory: that relative paths begin in, "" for the current one."""
-    callbacks = [callbacks] if callable(callbacks) else callbacks
-    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+    callbacks = [*callbacks] if isinstance(callbacks, Iterable) else [callbacks]
+    if not all(map(callable, callbacks)):
         raise UserError("callbacks are functions of a row", found=f"callbacks={callbacks!r:.60}")
     path, folder = _recipe(command, recipe, keys)
     saved = sorted((folder / "checkpoints").glob("step_*")) if not fresh else []

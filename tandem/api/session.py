@@ -34,10 +34,10 @@ from tandem.model.rope import positions_of
 from tandem.registry import names
 from tandem.rl.algorithms import bound, policy_loss
 from tandem.rl.losses import Metrics
-from tandem.rl.user_functions import losses_of
+from tandem.rl.user_functions import checked_losses
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint, versions
-from tandem.run_folder.export import export, model_card, require_new
+from tandem.run_folder.export import export, model_card, require_own
 from tandem.run_folder.folder import resolved
 from tandem.runtime.errors import UserError, require_range
 from tandem.runtime.rng import address
@@ -86,7 +86,7 @@ class Session:
     """
 
     def __init__(self, model: str | Path, **keys: Any):
-        values = values_of("train", {"model": model, "schedule": "constant", **keys})
+        values = {"train.schedule": "constant"} | values_of("train", {"model": model, **keys})
         if unread := [k for k in values if not {k, k.partition(".")[0]} & {*READ}]:
             expected = f"{', '.join(READ)}; sample and losses take more"
             raise UserError("a session reads no such key", found=unread[0], expected=expected)
@@ -120,7 +120,8 @@ class Session:
         types.SamplingParams in place of the configured ones; the trainer's log-probs are always
         those of the configured temperature and filters.
         """
-        is_one = isinstance(prompts, str) or any(isinstance(one, Mapping) for one in prompts)
+        is_one = isinstance(prompts, str) or not hasattr(prompts, "__len__")
+        is_one = is_one or any(isinstance(one, Mapping) for one in prompts)
         known = [one.name for one in fields(self.params)]
         if is_one or not isinstance(n, Integral) or n < 1 or len(uids) not in (0, len(prompts)):
             expected = "a list of prompts, n of at least 1, and a uid of each prompt or none"
@@ -148,7 +149,8 @@ class Session:
         """Return the tokens int64 [T] of a prompt, with the header of the model's turn."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        is_list = isinstance(prompt, Sequence | np.ndarray) and len(prompt) > 0
+        if is_list and isinstance(prompt[0], Mapping):
             return self.renderer.prompts([prompt], ())[0]  # type: ignore[list-item]
         tokens = np.asarray(prompt)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -160,7 +162,7 @@ class Session:
         """Return the datum of a completion: its tokens carry that weight and advantage."""
         try:
             prompt, shape = completion.prompt, len(completion.tokens)
-            given = [np.full(shape, float(value)) for value in (weight, advantage)]
+            given = [np.full(shape, value, np.float32) for value in (weight, advantage)]
         except (AttributeError, TypeError, ValueError) as error:
             expected = "a completion of `sample`, and numbers"
             raise UserError("no datum", found=f"{error}", expected=expected) from None
@@ -224,17 +226,12 @@ class Session:
             own = {name: torch.from_numpy(join([batch], of)[0]) for name, of in arrays.items()}
             logprobs, entropy = batch_logprobs(self.learner.model, batch, self.params)
             found.append(logprobs.detach())
-            offered = {
-                "policy_logprobs": logprobs,
-                "proximal_logprobs": own["logprobs"],
-                "engine_logprobs": own["logprobs"],
-                "advantages": own["advantages"],
-                "sequences": torch.from_numpy(batch.sequences),
-                "entropy": entropy,
-            }
-            terms, metrics = function(offered)
+            sequences, sampled = torch.from_numpy(batch.sequences), own["logprobs"]
+            offered = logprobs, sampled, sampled, own["advantages"], sequences, entropy
+            result = function(dict(zip(OFFERED, offered, strict=True)))
+            name = getattr(loss, "__name__", f"{loss}")
+            terms, metrics = checked_losses("the loss", name, result, logprobs)
             value = (terms * own["weights"]).sum()
-            metrics = {name: float(part) for name, part in metrics.items()}
             return value, {**metrics, "loss": float(value.detach())}
 
         return batches, found, total
@@ -299,9 +296,9 @@ class Session:
         self.engine.apply(self.version)
 
     def export(self, folder: str | Path) -> Path:
-        """Write the model as a Hugging Face directory; return it. Raises UserError if the folder
-        holds anything."""
-        require_new(Path(folder))
+        """Write the model as a Hugging Face directory, in place of an older export; return it.
+        Raises UserError if the folder holds anything else."""
+        require_own(Path(folder))
         about: dict[str, Any] = {"command": "session", "metrics": {"step": self.version}}
         about |= {"inputs": {}, "versions": versions()}
         card = model_card(self.learner.model, self.config, **about)
@@ -321,12 +318,13 @@ class Session:
             arrays: Any = {name: np.asarray(getattr(one, name), np.float32) for name in ARRAYS}
             mask = arrays["weights"] != 0
             unlike = {k: of.shape for k, of in arrays.items() if of.shape != tokens.shape}
-            finite = all(np.isfinite(of).all() for of in arrays.values())
-            if unlike or not finite or not start < len(tokens) <= most or mask[:start].any():
+            if unlike or not start < len(tokens) <= most or mask[:start].any():
                 found = f"{len(tokens)} tokens, prefix {one.prefix} {unlike or ''}"
-                expected = f"2 to {most} tokens, finite {', '.join(ARRAYS)} of each, no weight "
-                expected += "before the second, nor in the prefix"
+                expected = f"2 to {most} tokens, {', '.join(ARRAYS)} of each, no weight before the "
+                expected += "second, nor in the prefix"
                 raise UserError("a bad datum", where=where, found=found, expected=expected)
+            if not np.isfinite([arrays[name][mask] for name in ("weights", "advantages")]).all():
+                raise UserError("a weight or an advantage is not finite", where=where)
             group = groups.setdefault(tokens[: one.prefix].tobytes(), len(groups))
             samples.append(Sample(tokens=tokens, loss_mask=mask, prefix=one.prefix, group=group))
             done.append(replace(one, tokens=tokens, **arrays))
@@ -340,6 +338,11 @@ def _by_datum(batches: Sequence[Microbatch], found: Sequence[Tensor]) -> list[Ar
 
 FIELDS = tuple(Completion.__dataclass_fields__)
 ARRAYS = ("weights", "advantages", "logprobs")  # of a Datum
+# to a loss, by the names of its parameters
+OFFERED = (
+    *("policy_logprobs", "proximal_logprobs", "engine_logprobs", "advantages"),
+    *("sequences", "entropy"),
+)
 
 
 def _function(loss: Loss, settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
@@ -351,12 +354,9 @@ def _function(loss: Loss, settings: Mapping[str, Any]) -> Callable[[Mapping[str,
         raise UserError("there is no such loss", found=repr(loss), expected=expected)
     function = OWN.get(loss) if isinstance(loss, str) else loss
     bind = (lambda **offered: bound(function, offered)) if function else policy_loss(loss).bind
-    if unknown := settings.keys() - bind(**settings).keywords.keys():
+    if unknown := settings.keys() - (bind(**settings).keywords.keys() - {*OFFERED}):
         raise UserError(f"the loss {loss} has no setting {min(unknown)!r}")
     settings = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, **settings}
-    if callable(loss):
-        name = getattr(loss, "__name__", type(loss).__name__)
-        return lambda offered: losses_of("the loss", name, {**settings, **offered}, loss)
     return lambda offered: bind(**settings, **offered)()
 
 

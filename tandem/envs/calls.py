@@ -18,7 +18,7 @@ from typing import Any
 from tandem.runtime.errors import UserError
 from tandem.runtime.processes import line_of_thread
 from tandem.runtime.threads import CallThread, loop_in_thread
-from tandem.runtime.user_code import describe_at
+from tandem.runtime.user_code import describe
 from tandem.types import Env
 
 LOOP = "environments"  # name of the loop's thread
@@ -99,7 +99,7 @@ class Caller:
         except (Exception, SystemExit) as error:  # recovery is the feature: it costs one episode
             if isinstance(error, TimeoutError) and limit.expired():
                 raise
-            raise EnvironmentFailed(describe_at(error)) from error
+            raise EnvironmentFailed(describe(error)) from error
         finally:
             self.seconds_left -= clock() - start
 
@@ -114,7 +114,7 @@ def make_env(make: Callable[[], Env]) -> Env:
     try:
         return make()
     except (Exception, SystemExit) as error:  # a user's constructor
-        raise EnvironmentFailed(describe_at(error)) from error
+        raise EnvironmentFailed(describe(error)) from error
 
 
 async def close_env(env: Env, caller: Caller) -> None:

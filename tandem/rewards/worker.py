@@ -18,7 +18,7 @@ from tandem.rewards.load import Scorer, load
 from tandem.rewards.parts import BadValue, Result, as_it_is, cannot_load, part_name, weigh
 from tandem.rewards.protocol import read_request
 from tandem.runtime.errors import UserError
-from tandem.runtime.user_code import describe, describe_at, user_line
+from tandem.runtime.user_code import describe, user_line
 from tandem.workers.channel import Channel, Message
 from tandem.workers.fork_server import close_input, start
 from tandem.workers.serve import serve_from_start
@@ -97,8 +97,8 @@ def score(
         return _failure(index, "bad_value", f"{running}{error}")
     except BaseException as error:  # one exception costs one attempt
         # After a MemoryError the memory may be held for good: this process scores nothing more.
-        last = isinstance(error, MemoryError)
-        return _failure(index, "exception", running + describe_at(error), last=last)
+        text = " at ".join(filter(None, (describe(error), user_line(error))))
+        return _failure(index, "exception", running + text, last=isinstance(error, MemoryError))
     return {"id": index, "reward": reward, "parts": parts, "error": "", "kind": "", "last": False}
 
 

@@ -38,17 +38,14 @@ SMALL_GROUPS = np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
 def user_loss(*, name: str, **offered: Any) -> tuple[Tensor, Metrics]:
     """Return the losses [N] of a user's function and its metrics as "loss/NAME", beside the sum of
     the losses. What is not finite is the optimizer's matter: it skips the update."""
-    losses, numbers = losses_of("rl.loss", name, offered)
+    result = call_user_function("rl.loss", name, offered)
+    losses, numbers = checked_losses("rl.loss", name, result, offered["policy_logprobs"])
     own = {f"loss/{k}": v for k, v in numbers.items()}
     return losses, {"policy_loss": total(losses), **own}
 
 
-def losses_of(
-    key: str, name: str, offered: Mapping[str, Any], function: Any = None
-) -> tuple[Tensor, Metrics]:
-    """Return the losses [N] of a user's function and its metrics by their own names."""
-    logprobs: Tensor = offered["policy_logprobs"]
-    result = call_user_function(key, name, offered, function)
+def checked_losses(key: str, name: str, result: Any, logprobs: Tensor) -> tuple[Tensor, Metrics]:
+    """Return the losses [N] and the metrics in the result of a user's function."""
     losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
         raise _wrong(key, name, _form(losses), f"a tensor of the tokens, {_form(logprobs)}")
@@ -114,10 +111,9 @@ def try_functions(loss: PolicyLoss, advantage: Estimator, keep: str) -> None:
         user_filter(keep, rewards[0], lengths[0])
 
 
-def call_user_function(key: str, name: str, offered: Mapping[str, Any], own: Any = None) -> Any:
-    """Call a user's function, loaded by its name if `own` is None, with those of its parameters
-    that are offered."""
-    function = own or _load(name, key=key)
+def call_user_function(key: str, name: str, offered: Mapping[str, Any]) -> Any:
+    """Call a user's function with those of its parameters that are offered."""
+    function = _load(name, key=key)
     try:
         return bound(function, offered)()
     except Exception as error:  # a user's function may raise anything
@@ -126,8 +122,7 @@ def call_user_function(key: str, name: str, offered: Mapping[str, Any], own: Any
             where=f"{key} = {name}" + (f" ({line})" if (line := user_line(error)) else ""),
             found=describe(error),
             expected=f"a function of some of {', '.join(offered)}",
-            next="mend it"
-            + ", and start the same command again" * ("." in key)
+            next="mend it, and start the same command again"
             + ", with --fresh if steps were made: they are the old one's" * key.startswith("rl."),
         ) from error
 

@@ -77,9 +77,12 @@ def write_export(folder: Path, write: Callable[[Path], None], card: str) -> Path
     return folder
 
 
-def require_new(folder: Path) -> None:
-    """Raise UserError if there is anything at the place of a user's export."""
-    if folder.is_file() or any(folder.glob("*")):
+def require_own(folder: Path) -> None:
+    """Raise UserError if anything but an older export is at the place of a user's."""
+    sums = folder / SUMS
+    listed = [*sums.read_text().split()[1::2], SUMS] if sums.is_file() else []
+    is_other = folder.is_symlink() or (folder.exists() and not folder.is_dir())
+    if is_other or {file.name for file in folder.glob("*")} - {*listed}:
         raise UserError("the target of the export exists", where=str(folder), next="name a new one")
 
 

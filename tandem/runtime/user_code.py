@@ -158,11 +158,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:ERROR_CHARS].encode(errors="replace").decode()
 
 
-def describe_at(error: BaseException) -> str:
-    """Return `describe`, and where in the user's code it was raised."""
-    return " at ".join(filter(None, (describe(error), user_line(error))))
-
-
 def run_by_hand(source: str) -> str:
     """Return the command that shows the whole error of a file or module."""
     if source.endswith(".pkl"):

@@ -26,7 +26,7 @@ from tests.support.command import tandem as command
 
 ROWS = [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(6)]
 BONUS = 0.25
-UNREAD = [("sft", "epochs"), ("dpo", "kl_coef"), ("rm", "beta"), ("eval", "rl")]
+UNREAD = [("sft", "epochs"), ("dpo", "kl_coef"), ("rm", "beta"), ("eval", "rl"), ("eval", "steps")]
 NOTEBOOK = Path(__file__).parents[2] / "examples/first_run.ipynb"
 
 

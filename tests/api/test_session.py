@@ -113,7 +113,7 @@ def test_mistakes_are_named_and_change_nothing(model, tmp_path):
         (lambda: train(data, "ppo_clip", clip_hihg=0.3), "no setting 'clip_hihg'"),
         (lambda: train(data, lambda policy_logprobs: None), "NoneType None"),
         (lambda: train(data, lambda policy_logprobs: -policy_logprobs.sum()), r"Tensor \[2\]"),
-        (lambda: train(data, lambda logp: logp), "missing 1 required"),
+        (lambda: train(data, "ppo_clip", advantages=1.0), "no setting 'advantages'"),
         (lambda: train(data, no_loss), "without a gradient"),
         (lambda: train(data, lambda policy_logprobs: policy_logprobs / 0), "not finite"),
         (lambda: session.optim_step("1e-3"), "learning_rate"),
@@ -123,6 +123,7 @@ def test_mistakes_are_named_and_change_nothing(model, tmp_path):
         with pytest.raises(tandem.UserError, match=error):
             call()
     session.optim_step()
+    assert session.export(session.export(tmp_path / "out"))  # an older export is replaced
     assert weights(session) == before and [file.name for file in folder.iterdir()] == ["notes.txt"]
 
 

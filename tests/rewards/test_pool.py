@@ -320,7 +320,7 @@ def test_a_users_file_hides_no_module_of_python(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- the verifier that hangs
 
 
-def test_a_math_verifier_that_hangs_costs_its_own_sample_only():
+def test_a_math_verifier_that_hangs_costs_its_own_sample_only(caplog):
     clock = FakeClock()
     hang = Problem(uid="hang", messages=(), answer="x+1")
     texts = [r"\boxed{\frac{3000000!}{2999999!}}", r"\boxed{1+x}", "Answer: 9**9**9**9"]
@@ -332,7 +332,7 @@ def test_a_math_verifier_that_hangs_costs_its_own_sample_only():
         whole = Problem(uid="number", messages=(), answer="3000000")
         number = scores_of(pool, whole, [texts[0], texts[2]])
     assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 1.0]
-    assert scores[0].error == "timeout after 30.0 s"
+    assert scores[0].error == "timeout after 30.0 s" and "a reward is late" in caplog.text
     assert pool.failures == {"timeout": 1, "died": 0, "exception": 0, "bad_value": 0}
     # not evaluated, so nothing can hang
     assert [(score.reward, score.error) for score in number] == [(0.0, "")] * 2

@@ -26,7 +26,7 @@ from tandem.run_folder.checkpoint import (
     load_checkpoint,
     step_name,
 )
-from tandem.run_folder.export import export, model_card, require_new, write_export
+from tandem.run_folder.export import export, model_card, write_export
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.read import PastRun, entered
 from tandem.runtime.errors import UserError
@@ -52,8 +52,13 @@ def export_run(
             found=max_shard_size,
             expected="a number and KB, MB, GB or TB, e.g. 5GB",
         )
-    if out is not None:
-        require_new(out)
+    if out is not None and out.exists():
+        raise UserError(
+            "the target of the export exists",
+            where=str(out),
+            expected="a new directory",
+            next="choose another --out",
+        )
     target = out and out.absolute()
     with entered(folder) as past:
         if best:

@@ -39,16 +39,12 @@ class Gpu:
 # twice one way. Networks are those of the vendor's own systems, one adapter a GPU.
 GPUS = {  # name, FLOP/s, bytes, NVLink, network, source
     "a100": Gpu(
-        "A100 80GB SXM", 312 * TERA, 80 * GB, 300 * GB, 25 * GB, "data sheet; DGX: 8 x 200 Gb/s"
+        "A100 80GB SXM", 312 * TERA, 80 * GB, 300 * GB, 25 * GB, "NVIDIA; DGX: 8 x 200 Gb/s"
     ),
-    "h100": Gpu(
-        "H100 SXM", 989 * TERA, 80 * GB, 450 * GB, 50 * GB, "data sheet; DGX: 8 x 400 Gb/s"
-    ),
-    "h200": Gpu(
-        "H200 SXM", 989 * TERA, 141 * GB, 450 * GB, 50 * GB, "data sheet; DGX: 8 x 400 Gb/s"
-    ),
+    "h100": Gpu("H100 SXM", 989 * TERA, 80 * GB, 450 * GB, 50 * GB, "NVIDIA; DGX: 8 x 400 Gb/s"),
+    "h200": Gpu("H200 SXM", 989 * TERA, 141 * GB, 450 * GB, 50 * GB, "NVIDIA; DGX: 8 x 400 Gb/s"),
     "b200": Gpu(
-        "B200 SXM", 2250 * TERA, 180 * GB, 900 * GB, 50 * GB, "an eighth of a DGX: 8 x 400 Gb/s"
+        "B200 SXM", 2250 * TERA, 180 * GB, 900 * GB, 50 * GB, "NVIDIA, DGX / 8; 8 x 400 Gb/s"
     ),
 }
 

@@ -409,11 +409,7 @@ def test_any_other_script_is_left_whole(script):
 @pytest.mark.parametrize(
     "value",
     [
-        None,
-        True,
-        -5,
-        2**200,
-        1.5,
+        *(None, True, -5, 2**200, 1.5),
         "a\n\"'é\ud800",
         b"\0\xff",
         [1, (2, {3})],
