@@ -141,7 +141,7 @@ class Run:
         steps = past.journaled()
         step = max(steps, default=0) if step is None else step
         if step not in steps:
-            raise UserError("no episodes of that step", found=f"{step!r}", expected=f"of {steps}")
+            raise UserError("no episodes of that step", found=f"{step}", expected=f"one of {steps}")
         return [one for group in read_groups(past.journal(step)) for one in group.episodes]
 
     @property

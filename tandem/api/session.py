@@ -37,7 +37,7 @@ from tandem.rl.losses import Metrics
 from tandem.rl.user_functions import checked_losses
 from tandem.rollout.score import sampling_params
 from tandem.run_folder.checkpoint import Contents, load_checkpoint, save_checkpoint, versions
-from tandem.run_folder.export import export, model_card, require_own
+from tandem.run_folder.export import check_target, export, model_card
 from tandem.run_folder.folder import resolved
 from tandem.runtime.errors import UserError, require_range
 from tandem.runtime.rng import address
@@ -54,7 +54,7 @@ Prompt = str | Sequence[Message] | Array  # a user's text, a chat, or tokens int
 # advantages, each float32 [N], sequences int64 [N], and settings -> losses of the tokens [N], or
 # (losses, metrics as sums)
 Loss = str | Callable[..., Tensor | tuple[Tensor, Mapping[str, float]]]
-READ = ("model", "rollout", "lora", "train", "run.seed", "run.threads", "data.chat_template")
+READ_KEYS = ("model", "rollout", "lora", "train", "run.seed", "run.threads", "data.chat_template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +87,8 @@ class Session:
 
     def __init__(self, model: str | Path, **keys: Any):
         values = {"train.schedule": "constant"} | values_of("train", {"model": model, **keys})
-        if unread := [k for k in values if not {k, k.partition(".")[0]} & {*READ}]:
-            expected = f"{', '.join(READ)}; sample and losses take more"
-            raise UserError("a session reads no such key", found=unread[0], expected=expected)
+        if unread := [k for k in values if not {k, k.partition(".")[0]} & {*READ_KEYS}]:
+            raise UserError(f"a session reads no {unread[0]}", expected=", ".join(READ_KEYS))
         overrides = overrides_of(values, Path("runs/inputs"))
         self.config = resolved(load_config(None, overrides), Path(os.devnull))
         prepare_process(self.config)
@@ -124,11 +123,11 @@ class Session:
         is_one = is_one or any(isinstance(one, Mapping) for one in prompts)
         known = [one.name for one in fields(self.params)]
         if is_one or not isinstance(n, Integral) or n < 1 or len(uids) not in (0, len(prompts)):
+            found = f"{prompts!r:.40}, n = {n!r}, {len(uids)} uids"
             expected = "a list of prompts, n of at least 1, and a uid of each prompt or none"
-            raise UserError("sample needs a list of prompts", where="sample", expected=expected)
+            raise UserError("nothing can be sampled", found=found, expected=expected)
         if unknown := params.keys() - {*known}:
-            found, expected = ", ".join(unknown), ", ".join(known)
-            raise UserError("sample has no such key", found=found, expected=expected)
+            raise UserError(f"sample has no {min(unknown)!r}", expected=", ".join(known))
         stop = params.get("stop", self.params.stop)
         params["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         wanted = replace(self.params, **params)
@@ -165,7 +164,7 @@ class Session:
             given = [np.full(shape, value, np.float32) for value in (weight, advantage)]
         except (AttributeError, TypeError, ValueError) as error:
             expected = "a completion of `sample`, and numbers"
-            raise UserError("no datum", found=f"{error}", expected=expected) from None
+            raise UserError("this makes no datum", found=f"{error}", expected=expected) from None
         zeros, tokens = np.zeros(len(prompt)), np.concatenate([prompt, completion.tokens])
         pairs = zip(ARRAYS, (*given, completion.logprobs), strict=True)
         arrays: Any = {name: np.concatenate([zeros, own], dtype=np.float32) for name, own in pairs}
@@ -298,7 +297,7 @@ class Session:
     def export(self, folder: str | Path) -> Path:
         """Write the model as a Hugging Face directory, in place of an older export; return it.
         Raises UserError if the folder holds anything else."""
-        require_own(Path(folder))
+        check_target(Path(folder))
         about: dict[str, Any] = {"command": "session", "metrics": {"step": self.version}}
         about |= {"inputs": {}, "versions": versions()}
         card = model_card(self.learner.model, self.config, **about)

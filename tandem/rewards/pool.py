@@ -139,9 +139,7 @@ class RewardPool(ScorePool[RewardWorker]):
     ) -> None:
         self.failures[kind] += 1
         if kind == "timeout" and self.failures[kind] == 1:
-            logger.warning(
-                "a reward is late: %s (reward.timeout_s); it and others count as 0", error
-            )
+            logger.warning("a reward is late, so 0: %s (reward.timeout_s; told once)", error)
         if worker is not None and self._names_function:
             error = f"{part_name(self._functions[worker.function])}: {error}"
         super()._fail(worker, call, kind, error)

@@ -77,8 +77,8 @@ def write_export(folder: Path, write: Callable[[Path], None], card: str) -> Path
     return folder
 
 
-def require_own(folder: Path) -> None:
-    """Raise UserError if anything but an older export is at the place of a user's."""
+def check_target(folder: Path) -> None:
+    """Raise UserError if an export to this folder would replace anything but an older export."""
     sums = folder / SUMS
     listed = [*sums.read_text().split()[1::2], SUMS] if sums.is_file() else []
     is_other = folder.is_symlink() or (folder.exists() and not folder.is_dir())

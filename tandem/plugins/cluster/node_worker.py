@@ -66,8 +66,8 @@ class NodeWorker:
 
 
 class CallNode(NodeWorker):
-    """A NodeWorker that serves calls. service: a class of Service. It is made in
-    the run's folder of the message that starts the worker, and raises UserError."""
+    """A NodeWorker that serves calls. service: a class of Service. It is made in the run's folder,
+    of the message that starts the worker, and raises UserError."""
 
     service: ClassVar[type[Any]]
 

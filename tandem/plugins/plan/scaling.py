@@ -39,12 +39,20 @@ class Gpu:
 # twice one way. Networks are those of the vendor's own systems, one adapter a GPU.
 GPUS = {  # name, FLOP/s, bytes, NVLink, network, source
     "a100": Gpu(
-        "A100 80GB SXM", 312 * TERA, 80 * GB, 300 * GB, 25 * GB, "NVIDIA; DGX: 8 x 200 Gb/s"
+        *("A100 80GB SXM", 312 * TERA, 80 * GB, 300 * GB, 25 * GB),
+        "NVIDIA A100 data sheet; DGX A100: 8 x 200 Gb/s",
     ),
-    "h100": Gpu("H100 SXM", 989 * TERA, 80 * GB, 450 * GB, 50 * GB, "NVIDIA; DGX: 8 x 400 Gb/s"),
-    "h200": Gpu("H200 SXM", 989 * TERA, 141 * GB, 450 * GB, 50 * GB, "NVIDIA; DGX: 8 x 400 Gb/s"),
+    "h100": Gpu(
+        *("H100 SXM", 989 * TERA, 80 * GB, 450 * GB, 50 * GB),
+        "NVIDIA H100 data sheet; DGX H100: 8 x 400 Gb/s",
+    ),
+    "h200": Gpu(
+        *("H200 SXM", 989 * TERA, 141 * GB, 450 * GB, 50 * GB),
+        "NVIDIA H200 data sheet; DGX H200: 8 x 400 Gb/s",
+    ),
     "b200": Gpu(
-        "B200 SXM", 2250 * TERA, 180 * GB, 900 * GB, 50 * GB, "NVIDIA, DGX / 8; 8 x 400 Gb/s"
+        *("B200 SXM", 2250 * TERA, 180 * GB, 900 * GB, 50 * GB),
+        "NVIDIA DGX B200 data sheet, an eighth of it; 8 x 400 Gb/s",
     ),
 }
 
