@@ -303,8 +303,8 @@ def test_a_mesh_computes_what_one_process_does(sizes, cases):
             assert own_rows == rows
             assert all(torch.equal(own_grads[name], grad) for name, grad in grads.items())
             for name, weight in weights.items():  # AdamW rounds the last few of a part otherwise
-                rounded = own[name].to(case.dtype)
-                assert torch.equal(rounded, weight) or case.lora or "bias" in name, (case, name)
+                has_rest = case.lora or weight.numel() % (16 * sizes.get("data", 1))
+                assert has_rest or torch.equal(own[name].to(case.dtype), weight), (case, name)
         exact = case.dtype == FLOAT32
         if exact:
             require_same_change(own, weights, before)
