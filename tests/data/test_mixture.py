@@ -28,6 +28,7 @@ def test_every_epoch_visits_each_problem_once_in_its_own_order():
     assert all(sorted(order.tolist()) == list(range(50)) for order in orders)
     assert len({tuple(order.tolist()) for order in orders}) == 3
     assert not np.array_equal(orders[0], epoch_order(50, 4, 0, True))
+    assert epoch_order(50, 3, 0, True) is epoch_order(50, 3, 0, True)  # made once an epoch
     assert np.array_equal(epoch_order(5, 3, 1, False), np.arange(5))
 
 

@@ -54,6 +54,9 @@ steps = 500
 batch_size = 32
 learning_rate = 4e-3
 warmup_steps = 20
+
+[preference]                        # for tandem dpo
+learning_rate = 1e-4
 """
 
 REWARD = '''\
@@ -102,12 +105,8 @@ def init(
     elif model:
         print_lines([f"{model} is no folder here: it is taken as a name of the hub"])
     if folder.exists():
-        raise UserError(
-            "there is something at the project's place",
-            where=str(folder),
-            expected="a new folder",
-            next="name another",
-        )
+        next = "name a new folder"
+        raise UserError("there is something at the project's place", where=str(folder), next=next)
     with whole_folder(folder) as unfinished:
         _write(unfinished, folder.name, model)
     first = "tandem train recipe.toml" if model else "tandem sft recipe.toml"
@@ -134,8 +133,7 @@ def _write(folder: Path, name: str, model: str) -> None:
     if not model:
         from tandem.model.tiny import make_tiny
 
-        chats = algebra.warm_start(16000, 0, difficulty=1, careless=0.5)
-        write_rows(folder / "chats.jsonl", chats)
+        write_rows(folder / "chats.jsonl", algebra.warm_start(16000, 0, 1, careless=0.5))
         make_tiny(folder / "model")
 
 
