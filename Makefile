@@ -137,7 +137,7 @@ environments: $(DEV)
 # Small bugs, one at a time, each of which a named test must find; `make mutants only="kl clip"` runs these.
 # The tests of the kernels run in Triton's interpreter.
 mutants: $(DEV)
-	@TRITON_INTERPRET=1 $(BIN)/python tools/mutants.py $(only)
+	@$(BIN)/python tools/mutants.py $(only)
 
 # The pages as a site with a search, in build/site (a warning is an error), and the API's from the docstrings, in build/docs.
 docs: site

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 import torch  # noqa: F401  (it and transformers are what takes long to import)
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
