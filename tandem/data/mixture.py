@@ -85,7 +85,7 @@ def _visits(size: int, first: int, end: int, seed: int, shuffle: bool, part: int
 
 @lru_cache(maxsize=8)  # each step of an epoch asks for it: 50 ms for a million rows
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool, part: int = 0) -> Array:
-    """Return int64 [size], to be read alone: the indices in the order of the epoch. Parts of equal
+    """Return int64 [size], not to be changed: the indices in the order of the epoch. Parts of equal
     size have different orders."""
     if not shuffle:
         return np.arange(size, dtype=np.int64)

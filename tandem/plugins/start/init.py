@@ -105,7 +105,7 @@ def init(
     elif model:
         print_lines([f"{model} is no folder here: it is taken as a name of the hub"])
     if folder.exists():
-        next = "name another, new folder"
+        next = "name another folder"
         raise UserError("there is something at the project's place", where=str(folder), next=next)
     with whole_folder(folder) as unfinished:
         _write(unfinished, folder.name, model)
