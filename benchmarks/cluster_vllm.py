@@ -26,7 +26,7 @@ import smollm2
 
 FOLDER = ROOT / "runs" / "cluster" / "vllm"
 VLLM = ["rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis"]
-STEPS = 30  # of the demo, more than its own 12
+STEPS = 30  # of the demo, more than its own 10
 KILLED_AT = 5  # between the journal of this step and its update
 LIMIT_S = 7200.0
 SMOLLM2_STEPS = 10  # a third of its recipe's
@@ -53,7 +53,7 @@ def run() -> list[Row]:
         text=True,
     )
     return [
-        *_learned("demo, 0.9M parameters, a tied head", run, "eval/sampled"),
+        *_learned("demo, 0.4M parameters, a tied head", run, "eval/sampled"),
         killed,
         (
             f"`tandem replay` of step {KILLED_AT}",

@@ -27,7 +27,7 @@ RESULTS = ROOT / "results" / "learning.json"
 SEEDS = range(5)
 FEW = range(3)  # seeds of everything but the demo
 STEPS = 30
-# One recipe for all: 64 problems x 8 samples, learning rate 3e-4, two updates a step, so that
+# One recipe for all: 64 problems x 8 samples, learning rate 6e-4, two updates a step, so that
 # ratios and clips are at work.
 BUDGET = [
     f"run.steps={STEPS}",
@@ -213,7 +213,7 @@ def command(name: str) -> list[str]:
 
 
 def warm(seed: int) -> Path:
-    return RUNS / f"seed-{seed}" / "sft" / "hf" / "step_000500"
+    return RUNS / f"seed-{seed}" / "sft" / "hf" / "step_000400"
 
 
 def run(arguments: list[str]) -> None:
@@ -285,7 +285,7 @@ def table(results: dict) -> str:
 def algorithm_table(results: dict[str, list[dict]]) -> list[str]:
     lines = ["## Every algorithm, the same budget", ""]
     lines += [
-        f"{STEPS} steps of 64 problems x 8 samples from the same warm models, learning rate 3e-4, two updates a step;"
+        f"{STEPS} steps of 64 problems x 8 samples from the same warm models, learning rate 6e-4, two updates a step;"
     ]
     lines += [
         "not tuned for any of them. `ppo` trains its critic alone for the first five steps; `reinforce` makes one"

@@ -175,7 +175,7 @@ def make(folder: Path) -> int:
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    return save_random(Qwen3ForCausalLM, config, tokenizer, folder / "model", seed=0, pad_row=False)
+    return save_random(Qwen3ForCausalLM, config, tokenizer, folder / "model", seed=0)
 
 
 def write(path: Path, rows: list[dict]) -> None:

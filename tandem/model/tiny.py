@@ -2,17 +2,17 @@
 
     tandem tiny DIR
 
-The tokenizer is of characters. The directory is an ordinary Hugging Face one, which
-`AutoModelForCausalLM` and `AutoTokenizer` load like any other. Knows no data sets, no training.
+The tokenizer is of characters, or of words learned from texts. The directory is an ordinary Hugging
+Face one, which `AutoModelForCausalLM` and `AutoTokenizer` load. Knows no data sets, no training.
 """
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, logging
 
 from tandem.runtime.errors import UserError
@@ -21,6 +21,7 @@ PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
 ROLES = ("user", "assistant", "system", "tool")
 # One token: it is in every response, and eight characters would be a third of a short one.
 ANSWER = "Answer: "
+WORDS = 512  # tokens of a vocabulary that is learned
 SMALLEST_HEAD = 8  # a smaller one is not exact, see config_file.why_not_exact
 CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # printable ASCII and the newline
 
@@ -47,13 +48,13 @@ def make_tiny(
     max_tokens: int = 256,
     init_std: float = 0.06,
     seed: int = 0,
-    pad_row: bool = False,
     others: Sequence[str] = (),
+    texts: Iterable[str] = (),
     template: str = TEMPLATE,
     build: Callable[[Any, dict[str, Any]], Any] | None = None,
 ) -> int:
-    """Write a random model of about 0.9M parameters and its tokenizer. pad_row: as of save_random;
-    others, template: of make_tokenizer; build: model class and config of a tokenizer and values.
+    """Write a random model of about 0.9M parameters and its tokenizer. others, texts, template: of
+    make_tokenizer; build: model class and config of a tokenizer and values.
 
     The same arguments give the same bits. Returns the number of parameters. Raises UserError for a
     shape that the engine cannot run.
@@ -63,7 +64,7 @@ def make_tiny(
     learns half as much at this width.
     """
     check_shape(hidden, heads, kv_heads)
-    tokenizer = make_tokenizer(max_tokens, characters, others, template)
+    tokenizer = make_tokenizer(max_tokens, characters, others, template, texts)
     values = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
@@ -78,20 +79,19 @@ def make_tiny(
         "pad_token_id": tokenizer.pad_token_id,
     }
     model_class, config = (build or _qwen3)(tokenizer, values)
-    return save_random(model_class, config, tokenizer, folder, seed, pad_row)
+    return save_random(model_class, config, tokenizer, folder, seed)
 
 
 def save_random(
-    model_class: Any, config: Any, tokenizer: Any, folder: str | Path, seed: int, pad_row: bool
+    model_class: Any, config: Any, tokenizer: Any, folder: str | Path, seed: int
 ) -> int:
-    """Write a model of random weights and its tokenizer; return the number of parameters. pad_row:
-    the pad token has some too. Where they are 0, RMSNorm multiplies a gradient by 1,000."""
+    """Write a model of random weights and its tokenizer; return the number of parameters. The pad
+    token has weights too. Where they are 0, RMSNorm multiplies a gradient by 1,000."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
-        if pad_row:
-            rows = model.get_input_embeddings().weight.data
-            rows[tokenizer.pad_token_id] = torch.randn(rows.shape[1]) * rows.std()
+        rows = model.get_input_embeddings().weight.data
+        rows[tokenizer.pad_token_id] = torch.randn(rows.shape[1]) * rows.std()
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -121,21 +121,36 @@ def make_tokenizer(
     characters: Sequence[str] = CHARACTERS,
     others: Sequence[str] = (),
     template: str = TEMPLATE,
+    texts: Iterable[str] = (),
 ) -> PreTrainedTokenizerFast:
     """Make a tokenizer of one token a character, a role, the end of a turn, and the answer marker.
 
     Any other character is `<unk>`. others: further special tokens, of a template that writes them.
+    texts: where there are some, what they repeat becomes a token too, up to WORDS tokens in all
+    (BPE). A number is never part of a longer token.
     """
     special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN, *others]
     vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *characters])}
     # BPE without merges splits a text into its characters, and unlike WordLevel needs no
     # pre-tokenizer to do so.
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    if texts:
+        core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d+|\D+"), "isolated")
+        core.train_from_iterator(
+            texts,
+            trainers.BpeTrainer(
+                vocab_size=WORDS,
+                special_tokens=special,
+                initial_alphabet=list(characters),
+                show_progress=False,
+            ),
+        )
     core.decoder = decoders.Fuse()
     core.add_special_tokens(
         [AddedToken(token, normalized=False, special=True) for token in special]
     )
-    core.add_tokens([AddedToken(ANSWER, normalized=False)])
+    if not texts:
+        core.add_tokens([AddedToken(ANSWER, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,

@@ -1,4 +1,4 @@
-"""The tiny model and its character tokenizer, as a user loads them."""
+"""The tiny model and its tokenizers, of characters and of words, as a user loads them."""
 
 import subprocess
 import sys
@@ -9,15 +9,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from tandem.model.tiny import make_tiny
+from tandem.model.tiny import CHARACTERS, make_tiny, make_tokenizer
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, output_of
 
 
+@pytest.fixture(scope="module", params=["", "x=12, x?x=12"], ids=["characters", "words"])
+def shape(request):
+    return {"texts": [request.param] * bool(request.param)}
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(shape, tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
-    make_tiny(path)
+    make_tiny(path, **shape)
     return path
 
 
@@ -26,31 +31,27 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def encode(tokenizer, text):
-    return tokenizer(text)["input_ids"]
-
-
 @pytest.mark.parametrize(
     "text", ["", " ", "a  b", " lead and trail ", "x+3=8\nAnswer: 5", "\n\n", "Answer:5 Answer:  7"]
 )
 def test_text_comes_back_exactly(tokenizer, text):
     for whole in (text, text + "".join(map(chr, range(32, 127)))):
-        assert tokenizer.decode(encode(tokenizer, whole)) == whole
+        assert tokenizer.decode(tokenizer.encode(whole)) == whole
 
 
 def test_a_chat_tokenizes_as_its_prompt_followed_by_the_reply(tokenizer):
     chat = [{"role": "user", "content": "x?"}, {"role": "assistant", "content": "x=1\nAnswer: 1"}]
     prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]
     whole = tokenizer.apply_chat_template(chat)["input_ids"]
-    assert whole == prompt + encode(tokenizer, "x=1\nAnswer: 1") + [tokenizer.eos_token_id]
+    assert whole == prompt + tokenizer.encode("x=1\nAnswer: 1") + [tokenizer.eos_token_id]
 
 
-def test_tiny_files_equal_for_a_seed_other_for_another(folder, tmp_path):
+def test_tiny_files_equal_for_a_seed_other_for_another(folder, shape, tmp_path):
     torch.manual_seed(99)  # the caller's generator must neither matter nor move
     before = torch.get_rng_state()
-    make_tiny(tmp_path / "again")
+    make_tiny(tmp_path / "again", **shape)
     assert torch.equal(torch.get_rng_state(), before)
-    make_tiny(tmp_path / "other", seed=1)
+    make_tiny(tmp_path / "other", seed=1, **shape)
     for file in folder.iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != (
@@ -61,15 +62,23 @@ def test_tiny_files_equal_for_a_seed_other_for_another(folder, tmp_path):
 # ---- the command
 
 
-def test_the_command_makes_the_demos_model_with_a_row_for_the_pad_token(folder, tmp_path):
+def test_the_command_makes_that_model_with_a_row_for_the_pad_token(folder, shape, tmp_path):
     """A random model samples it, and RMSNorm multiplies the gradient of a row of zeros by 1,000."""
-    assert "random parameters over 96 characters" in output_of("tiny", tmp_path / "new/model")
-    for file in folder.glob("*.j*"):
-        assert (tmp_path / "new/model" / file.name).read_bytes() == file.read_bytes()
-    demo, new = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "new/model"))
-    changed = {name: {*(new[name] != demo[name]).nonzero()[:, 0].tolist()} for name in demo}
-    assert changed == {name: {0} if "embed_tokens" in name else set() for name in demo}
+    (tmp_path / "a.csv").write_text("".join(f'text\n"{text}"\n' for text in shape["texts"]))
+    words = ["--words", "--from", tmp_path / "a.csv"] if shape["texts"] else []
+    model = tmp_path / "new/model"
+    told = output_of("tiny", model, "--vocab", "".join(CHARACTERS), *words)
+    assert "random parameters over 96 characters" in told
+    for file in folder.iterdir():
+        assert (model / file.name).read_bytes() == file.read_bytes()
+    assert load_file(model / "model.safetensors")["model.embed_tokens.weight"].all()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+
+
+def test_what_texts_repeat_is_a_token_and_a_number_never_part_of_a_longer_one():
+    tokenizer = make_tokenizer(texts=["x=12, x?", "x=3\nAnswer: 12"])
+    tokens = [["x=", "12", ", x?"], ["x=", "3", "\nAnswer: ", "12"], ["x=", "1", "3", "y"]]
+    assert [tokenizer.tokenize(one) for one in map("".join, tokens)] == tokens
 
 
 def test_the_characters_are_those_of_the_data_and_of_vocab(tmp_path):
@@ -81,13 +90,11 @@ def test_the_characters_are_those_of_the_data_and_of_vocab(tmp_path):
     chat = f'{{"messages": [{question}, {answer}]}}\n'
     (tmp_path / "b.jsonl").write_text(chat)
     sources = [f"--from={tmp_path}/{name}.jsonl" for name in "ab"]
-    output_of(
-        "tiny", tmp_path / "model", *sources, "--vocab", "z", "--hidden", "32", "--layers", "1"
-    )
+    output_of("tiny", tmp_path / "model", *sources, "--vocab", "z")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     characters = [name for name in tokenizer.get_vocab() if len(name) == 1]
     assert {*"é+1=?20x雪\tz"} <= set(characters) and "y" not in characters
-    assert tokenizer.decode(encode(tokenizer, "é1雪\tAnswer: 2")) == "é1雪\tAnswer: 2"
+    assert tokenizer.decode(tokenizer.encode("é1雪\tAnswer: 2")) == "é1雪\tAnswer: 2"
 
 
 def test_the_model_can_be_trained_at_once(tmp_path):
@@ -120,16 +127,9 @@ def test_smollm2_can_be_had_without_a_training_run(tmp_path):
     (tmp_path / "runs/smollm2/model").mkdir(parents=True)
     (tmp_path / "runs/smollm2/model/tokenizer.json").write_text("{}")
     script = Path(__file__).parents[2] / "examples/smollm2.py"
-    result = subprocess.run(
-        [sys.executable, script, "--only-model"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0 and result.stdout == "model in runs/smollm2/model\n", (
-        result.stderr
-    )
+    command = [sys.executable, script, "--only-model"]
+    told = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=120)
+    assert told == "model in runs/smollm2/model\n"
     assert {path.name for path in (tmp_path / "runs/smollm2").iterdir()} == {"data", "model"}
 
 

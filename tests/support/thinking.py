@@ -22,4 +22,4 @@ def save_thinking(folder):
     tokenizer.eos_token = "<|im_end|>"
     size = {**vocabulary_of(tokenizer), "hidden_size": 48, "head_dim": 16}
     config = Qwen3Config(**{**SHAPE, **size}, dtype="float32")
-    save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed=0, pad_row=False)
+    save_random(Qwen3ForCausalLM, config, tokenizer, folder, seed=0)

@@ -20,6 +20,7 @@ from typer import Option
 from tandem.cli.arguments import Fresh, Overrides
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
+from tandem.plugins.start.tiny import make_algebra_model
 from tandem.registry import find
 from tandem.runtime.disk import disk_errors, whole_folder, write_atomic, write_rows
 from tandem.runtime.errors import UserError
@@ -101,17 +102,16 @@ def make_inputs(folder: Path, seed: int) -> None:
         write_rows(data / "test.jsonl", algebra.rows("test", 64, seed, 1))
         write_rows(data / "warm.jsonl", algebra.warm_start(16000, seed, difficulty=1, careless=0.5))
     if not (folder / "model").exists():
-        say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
-        from tandem.model.tiny import make_tiny
-
+        say(f"model: a random Qwen3 of 0.4M parameters -> {folder}/model")
         with whole_folder(folder / "model") as unfinished:
-            make_tiny(unfinished, seed=seed)
+            make_algebra_model(folder / "data" / "warm.jsonl", unfinished, seed)
 
 
 def report(folder: Path, final: Path) -> None:
     """Held-out reward by template, before and after GRPO, and one answer of the exported model in
     stock transformers."""
     from rich.table import Table
+    from transformers import pipeline
 
     from tandem.run_folder.metrics import read_metrics
 
@@ -128,10 +128,13 @@ def report(folder: Path, final: Path) -> None:
     console.print(table)
     console.print(curve(folder))
     say("the exported model, in stock transformers:")
+    stock = pipeline("text-generation", model=str(final), dtype="float32")
     for line in (folder / "data" / "test.jsonl").read_text().splitlines()[:3]:
         row = json.loads(line)
-        answer = ask_stock_transformers(final, row["prompt"][0]["content"])
-        console.print(f"{answer}    (answer: {row['reward_model']['ground_truth']})", markup=False)
+        said = stock(row["prompt"], max_new_tokens=40, do_sample=False)[0]["generated_text"]
+        told = f"  {said[-2]['content']} -> {said[-1]['content']!r}"
+        answer = row["reward_model"]["ground_truth"]
+        console.print(f"{told}    (answer: {answer})", markup=False)
 
 
 def curve(folder: Path, width: int = 40) -> str:
@@ -146,23 +149,6 @@ def curve(folder: Path, width: int = 40) -> str:
     ]
     blocks = "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(8 * mean)))] for mean in means)
     return f"training reward  {blocks}  {rewards[0]:.2f} -> {rewards[-1]:.2f}"
-
-
-def ask_stock_transformers(model_folder: Path, question: str) -> str:
-    """Return a greedy answer of stock transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    chat = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False)[
-        0, prompt["input_ids"].shape[1] :
-    ]
-    return f"  {question} -> {tokenizer.decode(tokens, skip_special_tokens=True)!r}"
 
 
 def say(text: str) -> None:

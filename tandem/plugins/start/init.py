@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from tandem.cli.arguments import argument, unset
 from tandem.cli.progress import print_lines
 from tandem.config.recipe import toml_value
+from tandem.plugins.start.tiny import make_algebra_model
 from tandem.registry import find
 from tandem.runtime.disk import whole_folder, write_rows
 from tandem.runtime.errors import UserError
@@ -50,9 +51,9 @@ steps = 40
 WARM_UP = """
 [sft]
 train = "chats.jsonl"               # {"messages": [...]} a line
-steps = 500
+steps = 400
 batch_size = 32
-learning_rate = 4e-3
+learning_rate = 6e-3
 warmup_steps = 20
 
 [preference]                        # for tandem dpo
@@ -123,18 +124,16 @@ def _write(folder: Path, name: str, model: str) -> None:
     recipe = RECIPE.format(
         model=toml_value(model or "model"),
         tokens=128 if model else 32,
-        rate="1e-6" if model else "3e-4",
+        rate="1e-6" if model else "6e-4",
     )
-    override = "" if model else " model.path=runs/recipe-sft/hf/step_000500"
+    override = "" if model else " model.path=runs/recipe-sft/hf/step_000400"
     (folder / "recipe.toml").write_text(recipe + WARM_UP * (not model))
     (folder / "reward.py").write_text(REWARD.format(answer=problems[0]["answer"]))
     readme = README.format(name=name, warm=WARM * (not model), model=override)
     (folder / "README.md").write_text(readme)
     if not model:
-        from tandem.model.tiny import make_tiny
-
         write_rows(folder / "chats.jsonl", algebra.warm_start(16000, 0, 1, careless=0.5))
-        make_tiny(folder / "model")
+        make_algebra_model(folder / "chats.jsonl", folder / "model", seed=0)
 
 
 def _problems(rows: list[dict[str, Any]]) -> list[dict[str, str]]:

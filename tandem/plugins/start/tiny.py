@@ -1,5 +1,5 @@
-"""`tandem tiny`: a tiny random model, whose tokens are characters; `tandem sft` and `tandem train`
-take it at once.
+"""`tandem tiny`: a tiny random model, whose tokens are characters or words; `tandem sft` and
+`tandem train` take it at once.
 
     tandem tiny models/mine --from problems.jsonl --from chats.jsonl
 
@@ -31,6 +31,9 @@ class Options:
     vocab: Annotated[
         str, unset(help="characters; default: those of --from, or printable ASCII")
     ] = ""
+    words: Annotated[
+        bool, Option("--words", help="what --from repeats is a token too (BPE): shorter sequences")
+    ] = False
     hidden: Annotated[int, Option(min=8, help="width of the model")] = 128
     layers: Annotated[int, Option(min=1)] = 3
     heads: Annotated[int, Option(min=1, help="attention heads")] = 4
@@ -44,24 +47,21 @@ class Options:
 
 
 def make(options: Options) -> None:
-    """Make a tiny random model of characters, offline, in seconds. It is ready to train."""
+    """Make a tiny random model, offline, in seconds. It is ready to train."""
     sizes = asdict(options)
     folder, images = sizes.pop("folder"), sizes.pop("images")
     sources, vocab = sizes.pop("sources") or [], sizes.pop("vocab")
+    words = sizes.pop("words")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(
-            "there is something at the model's place",
-            where=str(folder),
-            found="a folder that is not empty" if folder.is_dir() else "a file",
-            expected="a new folder",
-            next="name another",
-        )
+        next = "name another folder"
+        raise UserError("there is something at the model's place", where=str(folder), next=next)
     from tandem.model.tiny import CHARACTERS
 
-    characters = characters_of(sources, vocab) or CHARACTERS
+    characters = sorted(set(vocab).union(*texts_of(sources))) or CHARACTERS
+    texts = texts_of(sources) if words else ()
     make_model = find("tiny_models", "images" if images else "text", key="--images")
     with whole_folder(folder) as unfinished:
-        parameters = make_model(unfinished, characters=characters, pad_row=True, **sizes)
+        parameters = make_model(unfinished, characters=characters, texts=texts, **sizes)
     size = f"{parameters:,} random parameters over {len(characters)} characters"
     next_command = f"tandem sft RECIPE model.path={folder} sft.train=CHATS"
     kind = "Qwen2.5-VL" if images else "Qwen3"
@@ -71,26 +71,26 @@ def make(options: Options) -> None:
 tiny = command_of(Options, make)
 
 
-def characters_of(sources: Sequence[str], vocab: str) -> list[str]:
-    """Collect every character of vocab and of the values in the rows of data sets, in order."""
+def make_algebra_model(chats: Path, folder: Path, seed: int) -> None:
+    """Make the model of the algebra data set, whose chats hold few different words: 0.4M
+    parameters, and half as many tokens as characters."""
+    from tandem.model.tiny import make_tiny
+
+    make_tiny(folder, texts=texts_of([str(chats)]), layers=2, intermediate=384, seed=seed)
+
+
+def texts_of(sources: Sequence[str]) -> Iterator[str]:
+    """Give the values in the rows of data sets, as text."""
     from tandem.data.readers import read_rows
 
-    characters = set(vocab)
     for source in sources:
-        for found in read_rows(source, lambda row: set().union(*_texts(row.values)), key="--from"):
-            characters |= found
-    return sorted(characters)
+        for texts in read_rows(source, lambda row: _texts(row.values), key="--from"):
+            yield from texts
 
 
-def _texts(value: Any) -> Iterator[str]:
-    match value:
-        case dict():
-            for child in value.values():
-                yield from _texts(child)
-        case list() | tuple():
-            for child in value:
-                yield from _texts(child)
-        case None | bool():
-            pass
-        case _:
-            yield str(value)
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [text for child in value for text in _texts(child)]
+    return [] if value is None or isinstance(value, bool) else [str(value)]

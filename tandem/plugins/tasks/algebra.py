@@ -4,8 +4,8 @@
 
 Every template draws its numbers from a generator and returns a TaskProblem. The question alone
 defines the one answer; the column `solution` holds the working, a true statement a line, and the
-answer line. "easy" is terse, for a character-level model of under a million parameters that learns
-it in seconds; "school" is for real language models. Gives rows in verl's schema, and chats for a
+answer line. "easy" is terse, for a model of under a million parameters that learns it in
+seconds; "school" is for real language models. Gives rows in verl's schema, and chats for a
 supervised warm start. Knows nothing of models, tokens or rewards (`answer` fits).
 """
 
@@ -93,7 +93,7 @@ def _linear_steps(k: int, shift: int, right: Fraction) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- easy
-# One small table look-up a line, and no spaces, because every character is a token.
+# One small table look-up a line, and no spaces: of few tokens, characters or words.
 
 
 def _easy(condition: str, ask: str, steps: list[str], answer: int) -> TaskProblem:
