@@ -1,5 +1,5 @@
 """Are turns and tools learned? The guessing game and the calculator task on three seeds each, from
-the demo's tiny model.
+a tiny model.
 
     python benchmarks/environments.py [guess] [calculator]     default: both; rewrites results/environments.json
 

@@ -3,7 +3,7 @@ every answer.
 
     python benchmarks/rollouts.py
 
-for SmolLM2-135M (runs/smollm2/model, see `make smollm2`) and the demo's model.
+for SmolLM2-135M (runs/smollm2/model, see `make smollm2`) and a tiny model.
 
 Turns are of a fixed length, so only the waiting differs. Three ways: 64 episodes under way; 96
 under way for a batch of 64; and lock-step, where a turn begins when every episode has its answer,
@@ -132,7 +132,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(folder)
         paths = {
-            "demo model, 0.9M": folder,
+            "tiny model, 0.9M": folder,
             "SmolLM2-135M": str(ROOT / "runs" / "smollm2" / "model"),
         }
         for name, path in paths.items():

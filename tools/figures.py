@@ -195,7 +195,7 @@ def environments() -> list[str]:
     """Learning with turns and tools, and how full the batch stays."""
     learned, rollouts = recorded("environments"), recorded("rollouts")
     lines = [
-        f"`python benchmarks/environments.py`; {learned['machine']}; {learned['date']}. The demo's 0.9M-parameter model, warm"
+        f"`python benchmarks/environments.py`; {learned['machine']}; {learned['date']}. A tiny model of 0.9M parameters, warm"
     ]
     lines += [
         "start and 40 steps, 64 held-out problems x 4 samples; gap: the largest between engine and trainer log-probs.",

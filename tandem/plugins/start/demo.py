@@ -131,10 +131,10 @@ def report(folder: Path, final: Path) -> None:
     stock = pipeline("text-generation", model=str(final), dtype="float32")
     for line in (folder / "data" / "test.jsonl").read_text().splitlines()[:3]:
         row = json.loads(line)
-        said = stock(row["prompt"], max_new_tokens=40, do_sample=False)[0]["generated_text"]
-        told = f"  {said[-2]['content']} -> {said[-1]['content']!r}"
+        chat = stock(row["prompt"], max_new_tokens=40, do_sample=False)[0]["generated_text"]
+        shown = f"  {chat[-2]['content']} -> {chat[-1]['content']!r}"
         answer = row["reward_model"]["ground_truth"]
-        console.print(f"{told}    (answer: {answer})", markup=False)
+        console.print(f"{shown}    (answer: {answer})", markup=False)
 
 
 def curve(folder: Path, width: int = 40) -> str:

@@ -56,7 +56,7 @@ def test_texts_of_a_model_are_no_markup_in_a_report(tmp_path):
 
 
 def test_a_report_of_a_real_run_shows_its_figures_and_episodes(tmp_path):
-    folder = past_run("train")
+    folder = past_run("ema")
     out = tmp_path / "report.html"
     code, stdout, stderr = tandem("report", folder, "--out", out, cwd=tmp_path)
     assert code == 0 and str(out) in stdout, stderr
