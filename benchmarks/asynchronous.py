@@ -3,7 +3,7 @@ pinned thread for each process.
 
     python benchmarks/asynchronous.py [STEPS [ROUNDS]]        default: 12 steps, 3 rounds; writes results/asynchronous.json
 
-The demo's model, problems and sizes (recipes/demo.toml: 64 prompts x 8 samples, 32 tokens), with
+A tiny model, problems and sizes (recipes/demo.toml: 64 prompts x 8 samples, 32 tokens), with
 random weights, which fill every completion, and a reward that waits as for a remote judge: it
 sleeps and uses no processor. One judge answers one episode after the other; in a step it takes half
 of the seconds that generation takes, as a run without waiting measures them first on one thread.

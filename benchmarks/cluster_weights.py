@@ -49,7 +49,7 @@ MODELS = {
     "135M, float32": ((49152, 576, 192, 1536, 30), torch.float32),
     "1.2B, bfloat16": ((128256, 2048, 512, 8192, 16), torch.bfloat16),
 }
-# learning rate -> deltas: below bfloat16's rounding of most weights, the recipe's, the demo's
+# learning rate -> deltas: below bfloat16's rounding of most weights, the recipe's, a tiny model's
 TRAINED = {"1e-6": ["elements"], "1e-5": ["elements"], "3e-4": ["elements"]}
 STEPS = 3  # the first one's weights are sent whole
 TINY = {"tiny, float32": ((512, 64, 32, 192, 2), torch.float32)}

@@ -1,4 +1,4 @@
-"""Turns and tools on a laptop: the demo's tiny model learns to halve, or to use a calculator
+"""Turns and tools on a laptop: a tiny model learns to halve, or to use a calculator
 instead of guessing.
 
     python examples/tool_tasks.py --task guess [--seed 1] [--folder runs/guess-1] [--fresh]

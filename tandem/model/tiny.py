@@ -2,12 +2,12 @@
 
     tandem tiny DIR
 
-The tokenizer is of characters, or of words learned from texts. The directory is an ordinary Hugging
+The tokenizer is of characters, or of pieces learned from texts. The folder is an ordinary Hugging
 Face one, which `AutoModelForCausalLM` and `AutoTokenizer` load. Knows no data sets, no training.
 """
 
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
 ROLES = ("user", "assistant", "system", "tool")
 # One token: it is in every response, and eight characters would be a third of a short one.
 ANSWER = "Answer: "
-WORDS = 512  # tokens of a vocabulary that is learned
+LEARNED = 512  # tokens that BPE adds to the characters, at most
 SMALLEST_HEAD = 8  # a smaller one is not exact, see config_file.why_not_exact
 CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # printable ASCII and the newline
 
@@ -49,7 +49,7 @@ def make_tiny(
     init_std: float = 0.06,
     seed: int = 0,
     others: Sequence[str] = (),
-    texts: Iterable[str] = (),
+    texts: Sequence[str] = (),
     template: str = TEMPLATE,
     build: Callable[[Any, dict[str, Any]], Any] | None = None,
 ) -> int:
@@ -121,13 +121,12 @@ def make_tokenizer(
     characters: Sequence[str] = CHARACTERS,
     others: Sequence[str] = (),
     template: str = TEMPLATE,
-    texts: Iterable[str] = (),
+    texts: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
     """Make a tokenizer of one token a character, a role, the end of a turn, and the answer marker.
 
     Any other character is `<unk>`. others: further special tokens, of a template that writes them.
-    texts: where there are some, what they repeat becomes a token too, up to WORDS tokens in all
-    (BPE). A number is never part of a longer token.
+    texts: in place of the answer marker, BPE adds what they repeat. A digit joins digits alone.
     """
     special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN, *others]
     vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *characters])}
@@ -139,7 +138,8 @@ def make_tokenizer(
         core.train_from_iterator(
             texts,
             trainers.BpeTrainer(
-                vocab_size=WORDS,
+                vocab_size=len(vocabulary) + LEARNED,
+                min_frequency=2,
                 special_tokens=special,
                 initial_alphabet=list(characters),
                 show_progress=False,

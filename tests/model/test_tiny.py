@@ -1,4 +1,4 @@
-"""The tiny model and its tokenizers, of characters and of words, as a user loads them."""
+"""The tiny model and its tokenizers, of characters and of pieces, as a user loads them."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from tandem.runtime.errors import UserError
 from tests.support.home import invoke, output_of
 
 
-@pytest.fixture(scope="module", params=["", "x=12, x?x=12"], ids=["characters", "words"])
+@pytest.fixture(scope="module", params=["", "x=12, x?x=12"], ids=["characters", "pieces"])
 def shape(request):
     return {"texts": [request.param] * bool(request.param)}
 
@@ -65,9 +65,9 @@ def test_tiny_files_equal_for_a_seed_other_for_another(folder, shape, tmp_path):
 def test_the_command_makes_that_model_with_a_row_for_the_pad_token(folder, shape, tmp_path):
     """A random model samples it, and RMSNorm multiplies the gradient of a row of zeros by 1,000."""
     (tmp_path / "a.csv").write_text("".join(f'text\n"{text}"\n' for text in shape["texts"]))
-    words = ["--words", "--from", tmp_path / "a.csv"] if shape["texts"] else []
+    bpe = ["--bpe", "--from", tmp_path / "a.csv"] if shape["texts"] else []
     model = tmp_path / "new/model"
-    told = output_of("tiny", model, "--vocab", "".join(CHARACTERS), *words)
+    told = output_of("tiny", model, "--vocab", "".join(CHARACTERS), *bpe)
     assert "random parameters over 96 characters" in told
     for file in folder.iterdir():
         assert (model / file.name).read_bytes() == file.read_bytes()
@@ -75,9 +75,9 @@ def test_the_command_makes_that_model_with_a_row_for_the_pad_token(folder, shape
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
 
 
-def test_what_texts_repeat_is_a_token_and_a_number_never_part_of_a_longer_one():
-    tokenizer = make_tokenizer(texts=["x=12, x?", "x=3\nAnswer: 12"])
-    tokens = [["x=", "12", ", x?"], ["x=", "3", "\nAnswer: ", "12"], ["x=", "1", "3", "y"]]
+def test_what_texts_repeat_is_a_token_and_digits_join_digits_alone():
+    tokenizer = make_tokenizer(texts=["x=12, x?", "x=3, x?", "x=12!"])
+    tokens = [["x=", "12", ", x?"], ["x=", "1", "3", "y"], ["12", "!"], list("3!")]
     assert [tokenizer.tokenize(one) for one in map("".join, tokens)] == tokens
 
 
@@ -87,10 +87,9 @@ def test_the_characters_are_those_of_the_data_and_of_vocab(tmp_path):
     )
     question = '{"role": "user", "content": "雪"}'
     answer = '{"role": "assistant", "content": "\\t"}'
-    chat = f'{{"messages": [{question}, {answer}]}}\n'
-    (tmp_path / "b.jsonl").write_text(chat)
+    (tmp_path / "b.jsonl").write_text(f'{{"messages": [{question}, {answer}]}}\n')
     sources = [f"--from={tmp_path}/{name}.jsonl" for name in "ab"]
-    output_of("tiny", tmp_path / "model", *sources, "--vocab", "z")
+    output_of("tiny", tmp_path / "model", *sources, "--vocab", "z", "--layers", 1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     characters = [name for name in tokenizer.get_vocab() if len(name) == 1]
     assert {*"é+1=?20x雪\tz"} <= set(characters) and "y" not in characters
@@ -114,6 +113,7 @@ def test_the_model_can_be_trained_at_once(tmp_path):
         (["--heads", "3", "--hidden", "96"], "the heads do not fit"),
         (["--hidden", "16"], "the heads do not fit"),
         (["--from", "none.jsonl"], "--from names no file"),
+        (["--bpe"], "--bpe learns from texts"),
     ],
 )
 def test_impossible_tiny_model_is_user_error_without_files(arguments, said, tmp_path):

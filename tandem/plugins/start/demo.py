@@ -108,8 +108,8 @@ def make_inputs(folder: Path, seed: int) -> None:
 
 
 def report(folder: Path, final: Path) -> None:
-    """Held-out reward by template, before and after GRPO, and one answer of the exported model in
-    stock transformers."""
+    """Print the held-out reward by template, before and after GRPO, and three answers of the
+    exported model in stock transformers."""
     from rich.table import Table
     from transformers import pipeline
 
@@ -128,7 +128,7 @@ def report(folder: Path, final: Path) -> None:
     console.print(table)
     console.print(curve(folder))
     say("the exported model, in stock transformers:")
-    stock = pipeline("text-generation", model=str(final), dtype="float32")
+    stock = pipeline("text-generation", model=str(final), dtype="float32", device="cpu")
     for line in (folder / "data" / "test.jsonl").read_text().splitlines()[:3]:
         row = json.loads(line)
         chat = stock(row["prompt"], max_new_tokens=40, do_sample=False)[0]["generated_text"]

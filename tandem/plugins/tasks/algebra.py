@@ -93,7 +93,7 @@ def _linear_steps(k: int, shift: int, right: Fraction) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- easy
-# One small table look-up a line, and no spaces: of few tokens, characters or words.
+# One small table look-up a line, and no spaces, so that a line is few tokens.
 
 
 def _easy(condition: str, ask: str, steps: list[str], answer: int) -> TaskProblem:

@@ -68,6 +68,7 @@ def test_demo_writes_its_recipe_data_and_model_once(tmp_path):
     make_inputs(tmp_path, 0)
     written = files_of(tmp_path)
     assert written["demo.toml"] == RECIPE.read_bytes()
+    assert 4 * 0.41e6 < len(written["model/model.safetensors"]) < 4 * 0.43e6
     assert {"data/train.jsonl", "data/test.jsonl", "data/warm.jsonl"} < set(written)
     config = load_config(tmp_path / "demo.toml", settings(tmp_path, 0, "sft", tmp_path / "model"))
     assert (config.sft.train, config.run.save_every) == (str(tmp_path / "data/warm.jsonl"), 100)
