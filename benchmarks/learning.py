@@ -69,6 +69,9 @@ def main() -> int:
                 "distillation": distillation,
             }[name]()
         results["machine"], results["date"] = machine.describe(), str(date.today())
+        part = "algorithms" if name in ALGORITHMS else name
+        where = f"{results['machine']}; {results['date']}"
+        results.setdefault("where", {})[part] = where
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         (ROOT / "results" / "learning.md").write_text(table(results))
     return 0
@@ -234,17 +237,14 @@ def rise(folder: Path, *, gap: bool = True) -> dict[str, float]:
 def table(results: dict) -> str:
     lines = ["# What learns, and how far", ""]
     lines += ["Written by `make learning` (`benchmarks/learning.py`). Held-out reward is sampled"]
-    lines += [
-        f"at temperature 1, 64 problems x 4 samples. Machine: {results['machine']}; {results['date']}.",
-        "",
-    ]
+    lines += ["at temperature 1, 64 problems x 4 samples. Each section names its machine.", ""]
     for name, dtype in (("demo", "float32"), ("bfloat16", "bfloat16")):
         if name not in results:
             continue
         lines += [
             f"## The demo on five seeds, {dtype}",
             "",
-            "The warm start and after 60 steps; seconds are of the whole demo.",
+            f"{results['where'][name]}. The warm start and after 60 steps; seconds are of the whole demo.",
             "",
         ]
         lines += [
@@ -257,13 +257,14 @@ def table(results: dict) -> str:
             for r in results[name]
         ] + [""]
     if "algorithms" in results:
-        lines += algorithm_table(results["algorithms"])
+        lines += algorithm_table(results["algorithms"], results["where"]["algorithms"])
     if "preferences" in results:
-        lines += preference_table(results["preferences"])
+        lines += preference_table(results["preferences"], results["where"]["preferences"])
     if "distillation" in results:
         lines += [
             "## Distillation",
             "",
+            f"{results['where']['distillation']}.",
             "From the demo's trained model into its own warm start; no reward is used. KL is the",
         ]
         lines += [
@@ -282,8 +283,8 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def algorithm_table(results: dict[str, list[dict]]) -> list[str]:
-    lines = ["## Every algorithm, the same budget", ""]
+def algorithm_table(results: dict[str, list[dict]], where: str) -> list[str]:
+    lines = ["## Every algorithm, the same budget", "", f"{where}."]
     lines += [
         f"{STEPS} steps of 64 problems x 8 samples from the same warm models, learning rate 6e-4, two updates a step;"
     ]
@@ -308,10 +309,11 @@ def algorithm_table(results: dict[str, list[dict]]) -> list[str]:
     return [*lines, ""]
 
 
-def preference_table(results: dict) -> list[str]:
+def preference_table(results: dict, where: str) -> list[str]:
     lines = [
         "## Preferences",
         "",
+        f"{where}.",
         "Pairs of a right and a wrong answer that the warm model gave itself; accuracy on pairs from",
     ]
     lines += ["held-out problems. Reward is the held-out reward of the policy.", ""]

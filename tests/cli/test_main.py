@@ -30,7 +30,7 @@ def test_help_version_and_mistakes_in_a_recipe_come_before_torch(tmp_path):
         "sft r.toml run.seed=x": mistakes,
         "eval r.toml run.seed=x": mistakes,
         "serve no/model --host 0.0.0.0": ["needs a token", "0.0.0.0", "TANDEM_API_KEY"],
-        "init there": ["there", "a new folder"],
+        "init there": ["there", "name another folder"],
         "view no-such-folder": ["no runs to view", "no-such-folder"],
         "report .": ["not a run folder"],
         "plot . -o x.pdf": ["as SVG or PNG", "x.pdf", "x.svg"],
