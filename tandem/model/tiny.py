@@ -126,7 +126,7 @@ def make_tokenizer(
     """Make a tokenizer of one token a character, a role, the end of a turn, and the answer marker.
 
     Any other character is `<unk>`. others: further special tokens, of a template that writes them.
-    texts: in place of the answer marker, BPE adds what they repeat. A digit joins digits alone.
+    texts: BPE learns tokens from them, in place of the answer marker. Digits have their own tokens.
     """
     special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN, *others]
     vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *characters])}

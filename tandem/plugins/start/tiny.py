@@ -32,9 +32,7 @@ class Options:
     vocab: Annotated[
         str, unset(help="characters; default: those of --from, or printable ASCII")
     ] = ""
-    bpe: Annotated[
-        bool, Option("--bpe", help="what --from repeats is a token too: shorter sequences")
-    ] = False
+    bpe: Annotated[bool, Option("--bpe", help="learn byte-pair tokens from --from")] = False
     hidden: Annotated[int, Option(min=8, help="width of the model")] = 128
     layers: Annotated[int, Option(min=1)] = 3
     heads: Annotated[int, Option(min=1, help="attention heads")] = 4
@@ -63,7 +61,9 @@ def make(options: Options) -> None:
     characters = sorted(set(vocab).union(*texts)) or CHARACTERS
     make_model = find("tiny_models", "images" if images else "text", key="--images")
     with whole_folder(folder) as unfinished:
-        parameters = make_model(unfinished, characters=characters, texts=texts * bpe, **sizes)
+        parameters = make_model(
+            unfinished, characters=characters, texts=texts if bpe else [], **sizes
+        )
     size = f"{parameters:,} random parameters over {len(characters)} characters"
     next_command = f"tandem sft RECIPE model.path={folder} sft.train=CHATS"
     kind = "Qwen2.5-VL" if images else "Qwen3"
