@@ -20,7 +20,7 @@ from tandem.engine.scheduler import RunningSequence
 from tandem.jobs.engines import prepare_process
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, load_model
-from tandem.model.onednn import has_bfloat16_tiles
+from tandem.model.onednn import bfloat16_unit
 from tandem.model.placement import Placement
 from tandem.trainer.pack import pack
 from tandem.types import Microbatch, Request, Sample, SamplingDistribution, SamplingParams
@@ -44,7 +44,7 @@ def main() -> None:
     result = {
         "bench": "bfloat16",
         **ceilings(),
-        "amx": has_bfloat16_tiles(),
+        "unit": bfloat16_unit(),
         "train_s": {name: float(np.median(times)) for name, times in seconds.items()},
         "decode_tok_s": {batch: decode(models, batch) for batch in (8, 32)},
     }

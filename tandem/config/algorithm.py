@@ -149,36 +149,26 @@ class RL(Section):
 
     def contradictions(self) -> Iterator[str]:
         if self.estimator.compares_group and self.group_size < 2:
-            yield (
-                f"rl.group_size: {self.advantage} compares the episodes of a group, so it needs at "
-                "least 2"
-            )
+            needs = "compares the episodes of a group, so it needs at least 2"
+            yield f"rl.group_size: {self.advantage} {needs}"
         teaches = self.estimator.equal_is_zero is False  # a group of equal rewards
         if self.max_gen_batches > 0 and teaches and not self.filter:
-            yield (
-                "rl.max_gen_batches: drops groups of equal rewards, which do have advantages under "
-                f"rl.advantage={self.advantage}"
-            )
+            drops = "drops groups of equal rewards, which do have advantages under"
+            yield f"rl.max_gen_batches: {drops} rl.advantage={self.advantage}"
         if self.prompts_per_step % self.minibatches:
             yield "rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole"
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
-            yield (
-                "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or "
-                "k3, or rl.kl_in=reward"
-            )
+            zero = "the gradient of k1 as a loss is zero in expectation"
+            yield f"rl.kl_estimator: {zero}; use k2 or k3, or rl.kl_in=reward"
         if self.kl_coef and self.kl_in == "reward" and self.kl_estimator != "k1":
-            yield (
-                f"rl.kl_estimator: {self.kl_estimator} in the reward can push the policy away from "
-                "the reference; use k1"
-            )
+            danger = "in the reward can push the policy away from the reference; use k1"
+            yield f"rl.kl_estimator: {self.kl_estimator} {danger}"
         if (
             self.correction in ("icepop", "mis_geometric")
             and self.correction_floor >= self.correction_cap
         ):
-            yield (
-                "rl.correction_floor: must be below rl.correction_cap, or icepop and mis_geometric "
-                "accept nothing"
-            )
+            must = "must be below rl.correction_cap, or icepop and mis_geometric accept nothing"
+            yield f"rl.correction_floor: {must}"
 
     @property
     def estimator(self) -> Estimator:

@@ -144,25 +144,17 @@ class Config(Section):
         for choice in choices(self):
             yield from choice.conflicts(self)
         if self.reward.overlong_buffer >= self.rollout.max_new_tokens:
-            yield (
-                "reward.overlong_buffer: must be below rollout.max_new_tokens, or every completion "
-                "is penalized"
-            )
+            must = "must be below rollout.max_new_tokens, or every completion is penalized"
+            yield f"reward.overlong_buffer: {must}"
         if "env" in self.reward.functions and self.env.name == "single_turn":
-            yield (
-                "reward.function: `env` is what an environment gave, and env.name=single_turn "
-                "gives none"
-            )
+            nothing = "`env` is what an environment gave, and env.name=single_turn gives none"
+            yield f"reward.function: {nothing}"
         if self.env.name != "single_turn" and self.run.stall_s <= self.env.timeout_s + 5:
-            yield (
-                "run.stall_s: must be above env.timeout_s + 5, or a slow environment is taken "
-                "for a stall"
-            )
+            must = "must be above env.timeout_s + 5, or a slow environment is taken for a stall"
+            yield f"run.stall_s: {must}"
         if self.rollout.staleness >= self.run.steps:
-            yield (
-                "rollout.staleness: must be below run.steps, or the starting weights sample every "
-                "step"
-            )
+            must = "must be below run.steps, or the starting weights sample every step"
+            yield f"rollout.staleness: {must}"
         if (
             self.rollout.token_budget >= self.rollout.max_new_tokens
             and self.env.name == "single_turn"

@@ -186,7 +186,8 @@ class Engine:
             return
         if any(sequence.tokens for sequence in (*self.scheduler.running, *self.scheduler.waiting)):
             raise RuntimeError("the weights changed under running requests; call Engine.apply")
-        self.scheduler.preempt_all()
+        for sequence in list(self.scheduler.running):
+            self.scheduler.preempt(sequence)
         self._forget()
 
     def _forget(self) -> None:

@@ -219,13 +219,7 @@ class Queue:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def preempt_all(self) -> None:
-        """Put every running sequence back into the queue with its tokens; its keys and values are
-        out of date."""
-        for sequence in list(self.running):
-            self._preempt(sequence)
-
-    def _preempt(self, sequence: RunningSequence) -> None:
+    def preempt(self, sequence: RunningSequence) -> None:
         self.preemptions += 1
         self._next = None
         self._give_up_pages(sequence)
@@ -357,7 +351,7 @@ class Scheduler(Queue):
             return True
         while not self.cache.available:
             youngest = self.running[-1]
-            self._preempt(youngest)
+            self.preempt(youngest)
             if youngest is sequence:
                 return False
         prefix_hash = self.cache.next_prefix_hash(sequence.page_table[-1])

@@ -11,10 +11,10 @@ oneDNN compiles a kernel for every row count it meets, so counts are rounded up 
 missing, rows are padded to a multiple of 4 for plain `F.linear`; `probe` tells whether that is
 exact on the machine at hand.
 
-bfloat16: with AMX the product itself is in bfloat16, summed in float32, for TILE_ROWS rows at a
-time, because other counts take other kernels. Where many rows at once give the same bits, which is
-tried once for a shape, they are taken together. Any other CPU multiplies the same numbers in
-float32 and rounds the result once. Attention is attention.py's and paged_attention.py's.
+bfloat16: with AMX or AVX512_BF16 the product itself is in bfloat16, summed in float32, for
+TILE_ROWS rows at a time, because other counts take other kernels. Where many rows at once give the
+same bits, which is tried once for a shape, they are taken together. Any other CPU multiplies the
+same numbers in float32 and rounds once. Attention is attention.py's and paged_attention.py's.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -3,12 +3,13 @@
 Gradients need determinism, not batch invariance: the same bits twice, with any number of threads.
 torch's own matmul is MKL's, which multiplies at half the speed on AMD processors with AVX-512
 (docs/concepts/exactness.md). oneDNN may divide a long sum among threads, one of many more
-than LONGEST terms, in AMX tiles of more than TILE_TERMS: such a sum is made of several. It copies a
+than LONGEST terms, of bfloat16 of more than TILE_TERMS: such a sum is made of several. It copies a
 slice of columns a number at a time: blocks of rows are made dense first. It compiles a kernel for
 each row count, about 0.6 MB: rows are rounded to few counts (runtime/numerics.py).
 """
 
 import os
+import re
 from functools import cache, reduce
 
 import torch
@@ -21,30 +22,33 @@ HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
 )
 LONGEST = 4096  # terms of a sum; with 49,152 and few outputs bits depend on the threads
 PACK_ROWS_HINT = 32  # the row count that weights are packed for
-TILE_ROWS = 32  # rows of a bfloat16 product in AMX tiles
+TILE_ROWS = 32  # rows of a bfloat16 product, whole tiles of AMX
 _MANY_ROWS = (2048, 1024, 512, 256, 128, 64)  # those that may have the same bits
-TILE_TERMS = 256  # of a sum in AMX tiles: of more, for few outputs, threads take a part each
+TILE_TERMS = 256  # of a bfloat16 sum: of more, for few outputs, threads take a part each in AMX
 ROWS, FEW_ROWS = 1024, 64  # rows of a product summed over rows; the last has a multiple of FEW_ROWS
 OUTPUTS = 4096  # rows of a product that is added to a total: it is small beside the total
 GPU_OUTPUTS = 1 << 15  # on a GPU, which few rows leave idle
 
 
 @cache
-def has_bfloat16_tiles() -> bool:
-    """Tell whether oneDNN multiplies bfloat16 in AMX tiles here."""
+def bfloat16_unit() -> str:
+    """Name the unit that multiplies bfloat16 here, for oneDNN too: "tiles" (AMX), "pairs" of terms
+    (AVX512_BF16), or "" for none."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    allowed = limit in ("ALL", "DEFAULT") or "AMX" in limit
-    return HAS_PREPACKED and torch.cpu._is_amx_tile_supported() and allowed
+    if torch.cpu._is_amx_tile_supported() and re.search("ALL|DEFAULT|AMX", limit):
+        return "tiles" * HAS_PREPACKED
+    may = torch.cpu._is_avx512_bf16_supported() and re.search("ALL|DEFAULT|AMX|16|AVX10", limit)
+    return "pairs" if may and HAS_PREPACKED else ""
 
 
 def in_float32(t: Tensor) -> bool:
-    """Tell whether products with t, bfloat16, run in float32: not with AMX, and not on a GPU."""
-    return not (t.is_cuda or has_bfloat16_tiles())
+    """Tell whether products with t, bfloat16, run in float32: not where a unit has them."""
+    return not (t.is_cuda or bfloat16_unit())
 
 
 def pack_bytes(dtype: torch.dtype) -> int:
     """Return the bytes of a parameter in a pack of weights of that type, on a CPU."""
-    return dtype.itemsize if has_bfloat16_tiles() else 4
+    return dtype.itemsize if bfloat16_unit() else 4
 
 
 def padded_rows(rows: int, dtype: torch.dtype = torch.float32) -> int:
@@ -73,8 +77,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def gradient_product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply a [N, K] with b [K, M] for a gradient.
 
-    Both are rounded to b's type, and the product has it too; on a CPU without AMX it is float32.
-    N may be any number: it is rounded up to one of few (`padded_rows`).
+    Both are rounded to b's type, and the product has it too; where no unit multiplies bfloat16 it
+    is float32. N may be any number: it is rounded up to one of few (`padded_rows`).
     """
     if b.dtype != torch.float32:
         if not in_float32(b):

@@ -11,7 +11,9 @@ for 135M parameters and two cores. On a GPU it finds the fastest exact kernel to
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isqrt
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.attention import Plan, Scoring
-from tandem.model.config_file import first_line
+from tandem.model.config_file import check_model, first_line
 from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
 from tandem.model.onednn import padded_rows
-from tandem.model.paths import named_path
+from tandem.model.paths import divisible, named_path
 from tandem.model.schedule import (
     LONG,
     SHORT,
@@ -33,6 +35,7 @@ from tandem.model.schedule import (
     Schedule,
     random_like,
     random_model,
+    random_module,
     threads_of,
 )
 from tandem.runtime import numerics
@@ -54,6 +57,7 @@ LENGTH = 400  # past three key blocks, with a partial fourth
 SHARERS = (2, 3, 5, 8, 33)  # sequences that read the same pages in decode
 DECODE_ROWS = 64  # of a decode step that is timed
 LEAST_GAIN = 0.05  # of a kernel's time; less is noise, and would change from start to start
+DTYPE_GAIN, LEAST_WIDTH = 1.2, 512  # of bfloat16's speed; of models that may gain by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,29 @@ def fastest_exact(trials: Sequence[Trial]) -> str:
         if not trial.findings and (best.findings or faster):
             best = trial
     return best.kernel
+
+
+@lru_cache
+def auto_dtype(path: str, threads: int) -> str:
+    """Choose model.dtype for a CPU that multiplies bfloat16: it, if a random model of the shapes at
+    path is exact in it and DTYPE_GAIN times as fast; else "float32". Raises as check_model."""
+    config = check_model(path)
+    if config.get_text_config().hidden_size < LEAST_WIDTH or not divisible(config):
+        return "float32"
+    numerics.prepare(threads)
+    lean, kinds = named_path("lean"), (torch.bfloat16, torch.float32)
+    narrow, wide = (lean.build(random_module(lean.small(config, 1), 0, kind)) for kind in kinds)
+    is_faster = DTYPE_GAIN * _seconds(narrow) < _seconds(wide)
+    return "bfloat16" if is_faster and not probe(narrow).parity else "float32"
+
+
+def _seconds(model: ExactModel) -> float:
+    """Time the passes of an update and of the engine; the first ones warm up."""
+    for _ in range(2):
+        schedule, start = Schedule(model, 0), perf_counter()
+        schedule.packed()
+        schedule.paged([torch.get_num_threads()])
+    return perf_counter() - start
 
 
 @torch.no_grad()

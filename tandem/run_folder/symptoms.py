@@ -45,18 +45,13 @@ def of_last_step(rows: Rows) -> Found:
     if bad := sorted(name.removeprefix("bad/") for name in row if name.startswith("bad/")):
         keys = "a lower train.learning_rate or train.max_grad_norm may help"
         yield "skipped_update", f"an update was skipped, not finite: {', '.join(bad)}; {keys}"
+    worst = "tandem show RUN --worst has their errors; if they took too long, take a larger"
     if count := row.get("reward_errors", 0):
-        yield (
-            "unscored",
-            f"{count:.0f} episodes could not be scored and have the reward 0; tandem show RUN "
-            "--worst has their errors; if they took too long, take a larger reward.timeout_s",
-        )
+        what = f"{count:.0f} episodes could not be scored and have the reward 0"
+        yield "unscored", f"{what}; {worst} reward.timeout_s"
     if count := row.get("env_errors", 0) + row.get("env_timeouts", 0):
-        yield (
-            "failed_environments",
-            f"{count:.0f} episodes failed in their environment; tandem show RUN --worst has their "
-            "errors; if they took too long, take a larger env.timeout_s",
-        )
+        what = f"{count:.0f} episodes failed in their environment"
+        yield "failed_environments", f"{what}; {worst} env.timeout_s"
     if row.get("truncated", 0) > TRUNCATED:
         limit = "rollout.max_new_tokens"
         yield "truncated", f"over half of the completions hit {limit}; take a larger one"
@@ -66,11 +61,8 @@ def of_engine(rows: Rows) -> Found:
     """Look at the gap that is 0 for Tandem's engine; other engines have a mean of their own."""
     row, gap = rows[-1], _now(rows, "logprob_gap_mean")
     if row.get("logprob_gap", 0) != 0 and "logprob_gap_mean" not in row:
-        yield (
-            "inexact_engine",
-            "engine and trainer disagree: logprob_gap is not 0; `tandem doctor` says where, "
-            "rl.correction=tis weighs it",
-        )
+        what = "engine and trainer disagree: logprob_gap is not 0; `tandem doctor` says where"
+        yield "inexact_engine", f"{what}, rl.correction=tis weighs it"
     elif gap is not None and gap > ENGINE_GAP:
         yield (
             "inexact_engine",
@@ -89,9 +81,8 @@ def of_rewards(rows: Rows) -> Found:
         if reward >= SOLVED:
             advice = ": solved, where 1 is the best; take harder problems in data.train, or stop"
         elif reward <= 0:
-            advice = (
-                ": none was solved; warm up by tandem sft, or take easier problems in data.train"
-            )
+            easier = "warm up by tandem sft, or take easier problems in data.train"
+            advice = f": none was solved; {easier}"
         else:
             advice = (
                 ", so nothing to learn from: take problems that are sometimes solved, a larger "
@@ -102,11 +93,9 @@ def of_rewards(rows: Rows) -> Found:
     rewards = _values(rows, "reward")
     means = [fmean(rewards[i : i + RECENT]) for i in range(len(rewards) - RECENT + 1)]
     if means and means[-1] < max(means) - FALLEN_REWARD:
-        yield (
-            "falling_reward",
-            f"the reward is falling, {max(means):.2f} -> {means[-1]:.2f}: a lower "
-            "train.learning_rate or more rl.prompts_per_step may help",
-        )
+        what = f"the reward is falling, {max(means):.2f} -> {means[-1]:.2f}"
+        keys = "a lower train.learning_rate or more rl.prompts_per_step may help"
+        yield "falling_reward", f"{what}: {keys}"
 
 
 def of_texts(rows: Rows) -> Found:
@@ -116,18 +105,14 @@ def of_texts(rows: Rows) -> Found:
         return
     before, now = _before(rows, "entropy"), _now(rows, "entropy")
     if before is not None and now is not None and now <= COLLAPSED_ENTROPY * before:
-        yield (
-            "entropy_collapse",
-            f"the entropy has collapsed, {before:.2g} -> {now:.2g}, and the reward does not rise: "
-            "a larger rl.clip_high, rl.entropy_coef, or a lower train.learning_rate",
-        )
+        what = f"the entropy has collapsed, {before:.2g} -> {now:.2g}, and the reward does not rise"
+        keys = "a larger rl.clip_high, rl.entropy_coef, or a lower train.learning_rate"
+        yield "entropy_collapse", f"{what}: {keys}"
     before, now = _before(rows, "completion_tokens"), _now(rows, "completion_tokens")
     if before is not None and now is not None and now >= GROWN_LENGTH * before:
-        yield (
-            "length_explosion",
-            f"completions grow, {before:.0f} -> {now:.0f} tokens, and the reward does not rise: "
-            "reward.overlong_penalty, or rl.aggregation=token_mean",
-        )
+        what = f"completions grow, {before:.0f} -> {now:.0f} tokens, and the reward does not rise"
+        keys = "reward.overlong_penalty, or rl.aggregation=token_mean"
+        yield "length_explosion", f"{what}: {keys}"
 
 
 def of_waits(rows: Rows) -> Found:
@@ -136,11 +121,8 @@ def of_waits(rows: Rows) -> Found:
     if waits >= rollouts:
         return
     if waits > WAITING * steps:
-        yield (
-            "starved_trainer",
-            f"the trainer waits for rollouts in {waits / steps:.0%} of the time: more "
-            "rollout.workers, or a larger rollout.staleness",
-        )
+        what = f"the trainer waits for rollouts in {waits / steps:.0%} of the time"
+        yield "starved_trainer", f"{what}: more rollout.workers, or a larger rollout.staleness"
     if rollouts < WAITING * steps and "wait_s" in rows[-1]:
         yield (
             "starved_engine",

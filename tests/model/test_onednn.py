@@ -8,6 +8,7 @@ from tandem.model.onednn import (
     LONGEST,
     OUTPUTS,
     TILE_TERMS,
+    bfloat16_unit,
     gradient_product,
     product,
     weight_gradient,
@@ -80,3 +81,12 @@ def test_products_of_bfloat16_are_near_and_thread_independent(terms, rows, colum
     adapter = Adapter(b, noise(8, terms, seed=2).bfloat16(), 0.1)
     part, above = Part(b[:8], None, adapter), a[:, :8].contiguous()
     same_on_any_threads(lambda: _input_gradient([above], [part]))
+
+
+def test_bfloat16_is_multiplied_by_the_best_unit_that_onednn_may_use(monkeypatch):
+    for part in ("amx_tile", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, f"_is_{part}_supported", lambda: True)
+    units = {"ALL": "tiles", "avx512_core_bf16": "pairs", "AVX10_1_512": "pairs", "AVX512_CORE": ""}
+    for limit, unit in units.items():
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        assert bfloat16_unit.__wrapped__() == unit

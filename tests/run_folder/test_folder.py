@@ -12,9 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
+from tandem.model import probe
+from tandem.model.probe import Exactness
 from tandem.plugins.commands.show import status
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import identity, open_run, read_matmul
@@ -210,6 +213,30 @@ def test_an_automatic_learning_rate_is_that_number_written_out(tmp_path):
         assert not (tmp_path / "runs" / f"{kind}-{rank}").exists()
 
 
+def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, monkeypatch):
+    """The unit for bfloat16 is pretended, then times are. A run keeps its type without the unit."""
+    shape = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 64, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    cases = {"exact": (1.3, [], 512), "slow": (1.1, [], 512), "narrow": (1.3, [], 513)}
+
+    def begun(name):
+        probe.auto_dtype.cache_clear()
+        run = start(tmp_path / name, model__path=str(tmp_path), model__dtype="auto")
+        return run.config.model.dtype, *run.news[1:]
+
+    monkeypatch.setattr("tandem.run_folder.folder.bfloat16_unit", lambda: "pairs")
+    assert begun("timed")[0] in ("bfloat16", "float32")
+    for name, (gain, odd, width) in {**cases, "not exact": (1.3, ["top-p"], 512)}.items():
+        found, seconds = Exactness(parity=odd, thread_dependent=[]), {torch.bfloat16: 1.0}
+        monkeypatch.setattr(probe, "_seconds", lambda m, s=seconds, g=gain: s.get(m.dtype, g))
+        monkeypatch.setattr(probe, "probe", lambda _, found=found: found)
+        monkeypatch.setattr(probe, "LEAST_WIDTH", width)
+        chosen = ("bfloat16", "model.dtype = auto: bfloat16") if name == "exact" else ("float32",)
+        assert begun(name) == chosen
+    monkeypatch.setattr("tandem.run_folder.folder.bfloat16_unit", lambda: "")
+    assert begun("no unit") == ("float32",) and begun("exact")[0] == "bfloat16"
+
+
 def test_other_thread_count_is_taken_only_if_it_changes_no_bit(tmp_path):
     run = start(tmp_path, run__threads=1)
     with pytest.raises(UserError, match=r"run\.threads: 1 -> 2"):
@@ -230,19 +257,13 @@ def test_changed_thread_count_is_refused_if_bits_depend_on_it(tmp_path):
     run.note_machine("another", any_threads=False)  # whose bits are its own from here on
 
 
-def test_a_run_keeps_its_matmul_kernel_on_the_gpu_that_chose_it(tmp_path):
+def test_a_run_keeps_its_matmul_kernel_on_the_gpu_that_chose_it_and_says_if_that_changes(tmp_path):
     assert read_matmul(tmp_path, "one") == ""
     run = start(tmp_path)
-    run.note_machine("one", any_threads=True)
+    assert run.note_machine("one", any_threads=True) == ""
     assert read_matmul(run.path, "one") == "plain"
-    run.note_machine("one", any_threads=True, matmul="tma")
+    assert run.note_machine("one", any_threads=True, matmul="tma") == ""
     assert read_matmul(run.path, "one") == "tma" and read_matmul(run.path, "another") == ""
-
-
-def test_a_run_that_goes_on_with_another_processor_says_so(tmp_path):
-    run = start(tmp_path)
-    for _ in range(2):
-        assert run.note_machine("one", any_threads=True) == ""
     assert "has computed on one, now on another" in run.note_machine("another", any_threads=True)
 
 
@@ -294,16 +315,11 @@ def test_a_folder_that_is_not_a_run_is_left_alone(tmp_path, fresh):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("config.toml", "[1"),
-        ("config.toml", "run = 3"),
-        ("run.json", "[1"),
-        ("run.json", "{}"),
-        ("run.json", "3"),
-    ],
+    "damage",
+    ["config.toml: [1", "config.toml: run = 3", *("run.json: " + c for c in ("[1", "{}", "3"))],
 )
-def test_a_damaged_file_of_the_folder_is_named(tmp_path, name, text):
+def test_a_damaged_file_of_the_folder_is_named(tmp_path, damage):
+    name, text = damage.split(": ")
     start(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match="cannot be read") as caught:

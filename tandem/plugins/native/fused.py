@@ -1,7 +1,7 @@
 """The compiled kernels as the Kernels of a model.
 
 Norm, rotation, SwiGLU, attention and the vocabulary are float32 inside, and round once to the
-model's type. Linears of bfloat16 run in AMX tiles, where there are such; gradients are oneDNN's.
+model's type. Linears of bfloat16 run in AMX or AVX512_BF16, where they are; gradients in oneDNN.
 """
 
 import os
@@ -19,7 +19,7 @@ from tandem.model.kernels import CPU as PLAIN
 from tandem.model.kernels import Kernels, Rotation
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import PackedWeight, bias_of, packed_parts
-from tandem.model.onednn import has_bfloat16_tiles, in_float32
+from tandem.model.onednn import bfloat16_unit, in_float32
 from tandem.model.paged_attention import PagedPlan, Runs
 from tandem.plugins.native.library import Library, load
 
@@ -33,7 +33,8 @@ class FusedKernels(Kernels):
 
     def __init__(self, library: Library):
         self._run, self._place = library.run, library.place
-        self._has_tiles = bool(library.place("linear_tiles.bfloat16"))
+        unit = bfloat16_unit()
+        self._unit = unit if library.place(f"linear_{unit}.bfloat16") else ""
         self._tables: Any = WeakKeyDictionary()  # of models
         PLAIN.matmuls = self.matmuls  # from now on there is a choice
 
@@ -48,8 +49,8 @@ class FusedKernels(Kernels):
         return packed[:outputs]  # its memory is in panels
 
     def _in_tiles(self, t: Tensor) -> bool:
-        """Tell whether products with t run in AMX tiles."""
-        return t.dtype != torch.float32 and self._has_tiles and has_bfloat16_tiles()
+        """Tell whether products with t run in a unit for bfloat16, whose packs are tiles."""
+        return t.dtype != torch.float32 and bool(self._unit)
 
     def matmul(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         if packed.is_mkldnn:
@@ -63,7 +64,7 @@ class FusedKernels(Kernels):
         return out
 
     def _linear(self, packed: Tensor) -> str:
-        return "linear_tiles" if self._in_tiles(packed) else "linear"
+        return f"linear_{self._unit}" if self._in_tiles(packed) else "linear"
 
     def gradient_product(self, a: Tensor, b: Tensor) -> Tensor:
         if b.dtype != torch.float32 and not in_float32(b):

@@ -60,7 +60,15 @@ namespace avx512 {
 #ifdef HAS_TILES
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,amx-tile,amx-bf16")
+#define AMX
 namespace amx {
+#include "tiles.h"
+}
+#undef AMX
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,avx512bf16")
+namespace pairs {
 #include "tiles.h"
 }
 #pragma GCC pop_options
@@ -91,7 +99,8 @@ const Kernel kernels[] = {
     TYPED(layers),
 #ifdef HAS_TILES
     {"linear_tiles.bfloat16", (void*)amx::linear_tiles, (void*)amx::linear_tiles},
-    {"pack_tiles.bfloat16", (void*)amx::pack_tiles, (void*)amx::pack_tiles},
+    {"linear_pairs.bfloat16", (void*)pairs::linear_tiles, nullptr},
+    {"pack_tiles.bfloat16", (void*)pairs::pack_tiles, (void*)pairs::pack_tiles},
 #endif
     PLAIN(multiply), PLAIN(log_softmax), PLAIN(target_logprobs), PLAIN(logprob_slope), PLAIN(inverse_cdf),
 };
@@ -99,7 +108,7 @@ const Kernel kernels[] = {
 }  // namespace
 
 // What library.py must find: another number for other arguments, or for other bits.
-extern "C" int edition() { return 3; }
+extern "C" int edition() { return 4; }
 
 // The address of a kernel, or null where this processor lacks the instruction set.
 extern "C" void* find_kernel(const char* name, int wide) {

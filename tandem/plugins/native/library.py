@@ -15,7 +15,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-EDITION = 3  # of kernels.cpp
+EDITION = 4  # of kernels.cpp
 _TYPES: dict[type, Any] = {float: ctypes.c_float, int: ctypes.c_int64}  # all others are addresses
 
 

@@ -1,18 +1,21 @@
-// Linears of bfloat16 in AMX tiles, summed in float32: 16 rows times 32 terms times 16 outputs. A row
-// of a tile does not know the others, and terms are added in one order: a row's bits are its own.
+// Linears of bfloat16, summed in float32, in AMX tiles (16 rows times 32 terms times 16 outputs) or in
+// the pairs of terms of AVX512_BF16. A row does not know the others, and terms are added in one order:
+// a row's bits are its own.
 
 constexpr long TERMS = 32, OUTPUTS = 32;  // of a step; the outputs are two tiles
 constexpr long STEP = TERMS * OUTPUTS;
 constexpr long TOGETHER = 256;  // rows that stay in the cache while a panel meets them
 constexpr long MOST = 2048;     // rows that are copied together
 
+#ifdef AMX
+constexpr long READ = 32;  // rows that are read together
 INLINE void configure() {  // each tile: 16 rows of 64 bytes
   alignas(64) uint8_t config[64] = {1};
   for (int t = 0; t < 8; t++) config[16 + 2 * t] = 64, config[48 + t] = 16;
   _tile_loadconfig(config);
 }
+INLINE void release() { _tile_release(); }
 
-// c [16 or 32, OUTPUTS] = a, rows of `wide` terms, times a panel of the pack.
 template <bool TWO, bool FIRST>
 INLINE void tiles(long wide, const bf16* a, const bf16* b, float* c) {
   const bf16* below = a + 16 * wide;
@@ -42,13 +45,55 @@ INLINE void tiles(long wide, const bf16* a, const bf16* b, float* c) {
   }
 }
 
+// c [R <= 32, OUTPUTS] = a, rows of `wide` terms, times a panel of the pack.
+INLINE void panel(long R, long wide, const bf16* a, const bf16* b, float* c, bool first) {
+  if (!first && R > 16) tiles<true, false>(wide, a, b, c);
+  else R > 16 ? tiles<true, true>(wide, a, b, c) : tiles<false, true>(wide, a, b, c);
+}
+#else
+constexpr long READ = 1;
+INLINE void configure() {}
+INLINE void release() {}
+
+// H: tiles at once; one when the pack comes from memory, in whose order it is read then.
+template <int R, int H>
+void block(long rows, long wide, const bf16* a, const bf16* b, float* c) {
+  for (; rows >= R; rows -= R, a += R * wide, c += R * OUTPUTS) {
+    __m512 sum[R][2] = {};
+    for (long k = 0; k < wide; k += TERMS)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half += H)
+        for (long p = 0; p < TERMS / 2; p++) {
+          __m512bh column[H];
+          for (int h = 0; h < H; h++)
+            column[h] = (__m512bh)_mm512_loadu_si512(b + (2 * k + (half + h) * TERMS + 2 * p) * W);
+          for (int r = 0; r < R; r++) {
+            int pair;
+            memcpy(&pair, a + r * wide + k + 2 * p, 4);
+            auto both = (__m512bh)_mm512_set1_epi32(pair);
+            for (int h = 0; h < H; h++)
+              sum[r][half + h] = _mm512_dpbf16_ps(sum[r][half + h], both, column[h]);
+          }
+        }
+    memcpy(c, sum, sizeof sum);
+  }
+  if constexpr (R > 1)
+    if (rows) block<R / 2, 1>(rows, wide, a, b, c);
+}
+INLINE void panel(long R, long wide, const bf16* a, const bf16* b, float* c, bool first) {
+  long some = first ? std::min(R, 8l) : 0;  // 8 rows read it
+  block<8, 1>(some, wide, a, b, c);
+  block<8, 2>(R - some, wide, a + some * wide, b, c + some * OUTPUTS);
+}
+#endif
+
 // out [N, O] = x [N, K] w + bias; w as `pack_tiles` left it.
 void linear_tiles(const bf16* x, long rows, long K, const bf16* w, long outputs, const bf16* bias,
                   bf16* out, int threads) {
   for (; rows > MOST; rows -= MOST, x += MOST * K, out += MOST * outputs)
     linear_tiles(x, MOST, K, w, outputs, bias, out, threads);
   long wide = (K + TERMS - 1) / TERMS * TERMS, count = (outputs + OUTPUTS - 1) / OUTPUTS;
-  long padded = (rows + 31) / 32 * 32, groups = (rows + TOGETHER - 1) / TOGETHER;
+  long padded = (rows + READ - 1) / READ * READ, groups = (rows + TOGETHER - 1) / TOGETHER;
   long each = groups > 1 ? 4 : 1;  // panels of one task: longer runs of outputs
   bf16* copy = (bf16*)scratch(0, padded * wide / 2);
 #pragma omp parallel num_threads(threads) if (rows * K * outputs >= 8 * GRAIN)
@@ -68,8 +113,7 @@ void linear_tiles(const bf16* x, long rows, long K, const bf16* w, long outputs,
             alignas(64) float found[32 * OUTPUTS];
             const bf16 *a = copy + first * wide, *b = w + p * wide * OUTPUTS;
             long R = std::min(32l, rows - first);
-            if (first > g * TOGETHER && R > 16) tiles<true, false>(wide, a, b, found);
-            else R > 16 ? tiles<true, true>(wide, a, b, found) : tiles<false, true>(wide, a, b, found);
+            panel(R, wide, a, b, found, first == g * TOGETHER);
             for (long r = 0; r < R; r++)
               for (long j = 0; j < OUTPUTS && p * OUTPUTS + j < outputs; j += W) {
                 avx512::V v = avx512::load(found + r * OUTPUTS + j);
@@ -78,7 +122,7 @@ void linear_tiles(const bf16* x, long rows, long K, const bf16* w, long outputs,
                 avx512::put(out + (first + r) * outputs + at, v, left);
               }
           }
-    _tile_release();
+    release();
   }
 }
 

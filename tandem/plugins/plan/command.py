@@ -123,10 +123,9 @@ class _Plan:
         with self._checked():
             require_trackers(self.config.run.trackers)
         with self._checked():
-            sizes = model_sizes(self.config, self.command)
-            run = Footprint(
-                sizes=sizes, config=self.config, command=self.command, longest=self.longest
-            )
+            config = resolved(self.config, self.folder)
+            sizes = model_sizes(config, self.command)
+            run = Footprint(sizes=sizes, config=config, command=self.command, longest=self.longest)
             there = self.machine.memory
             if host := run.on_host():
                 gpu = torch.cuda.get_device_properties(sizes.place.device).total_memory

@@ -120,10 +120,8 @@ def _remarks(problem: Problem, episode: Episode, renderer: Renderer) -> Iterator
     if episode.env_error:
         yield "the environment failed", episode.env_error
     if episode.penalties.any():
-        yield (
-            "penalty",
-            f"{episode.penalties.max():g} on {int((episode.penalties > 0).sum())} tokens",
-        )
+        count = int((episode.penalties > 0).sum())
+        yield "penalty", f"{episode.penalties.max():g} on {count} tokens"
     if isinstance(renderer, ChatRenderer) and episode.starts:
         yield "rollout.history", "template: each turn had the prompt that the chat template writes"
     elif isinstance(renderer, ChatRenderer) and episode.num_turns > 1:
@@ -150,7 +148,7 @@ class Typist:
     weight_version, longest = 0, 1 << 24
 
     def __init__(self, answers: Sequence[str]):
-        self._given, self._answers = answers, _ask()
+        self._given, self._answers = answers, iter(answers)
         self._waiting: list[Typed] = []
         self._shown = 0  # tokens of the episode under way that were printed
 
@@ -180,14 +178,15 @@ class Typist:
         if not self._given:  # else there is nobody to ask
             asked = "".join(map(chr, request.prompt[shown:].tolist()))
             console.print(asked.strip("\n\0"), markup=False)
-        text = next(self._answers, None)
-        if text is None:
+        try:
+            text = next(self._answers) if self._given else input("assistant> ")
+        except (StopIteration, EOFError):
             raise UserError(
                 "there are no more answers",
                 found="the end of what was typed or given; in a pipe, nobody types",
                 expected="one for each turn",
                 next="add --answer TEXT, once for each turn, or --model DIR",
-            )
+            ) from None
         self._shown = len(request.prompt) + len(text) + 1
         tokens = np.array([*map(ord, text), END], np.int64)
         return Completion(
@@ -197,14 +196,6 @@ class Typist:
             text=text,
             stop_reason="stop",
         )
-
-
-def _ask() -> Iterator[str]:
-    while True:
-        try:
-            yield input("assistant> ")
-        except EOFError:
-            return
 
 
 class PlainRenderer:

@@ -124,7 +124,7 @@ def _exactness(device: str, dtype: str) -> Finding:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from tandem.model.load import make_exact
-    from tandem.model.onednn import has_bfloat16_tiles
+    from tandem.model.onednn import bfloat16_unit
     from tandem.model.placement import place_models
     from tandem.model.probe import fastest_exact, probe, try_matmuls
 
@@ -155,8 +155,8 @@ def _exactness(device: str, dtype: str) -> Finding:
     if exactness.thread_dependent:
         threads = f"; bits depend on the thread count: {'; '.join(exactness.thread_dependent)}"
     slow = ""
-    if (device, dtype) == ("cpu", "bfloat16") and not has_bfloat16_tiles():
-        slow = "; no faster than float32 on this processor, which has no AMX"
+    if (device, dtype) == ("cpu", "bfloat16") and not bfloat16_unit():
+        slow = "; trains no faster here: the processor has neither AMX nor AVX512_BF16"
     return Finding(True, f"engine = trainer, bit for bit{threads}{slow}{kernels}")
 
 
