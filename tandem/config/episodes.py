@@ -242,10 +242,8 @@ class Rollout(Section):
         if type(ranks) is not int or ranks < 1:
             yield "rollout.vllm: tensor_parallel_size is a number of at least 1"
         elif len(gpus) % ranks:
-            yield (
-                "rollout.devices: each rollout process needs as many GPUs of its own as "
-                f"tensor_parallel_size, {ranks}"
-            )
+            needs = "each rollout process needs as many GPUs of its own as tensor_parallel_size"
+            yield f"rollout.devices: {needs}, {ranks}"
 
 
 class Env(Section):

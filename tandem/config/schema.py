@@ -159,10 +159,8 @@ class Config(Section):
             self.rollout.token_budget >= self.rollout.max_new_tokens
             and self.env.name == "single_turn"
         ):
-            yield (
-                "rollout.token_budget: has no effect from rollout.max_new_tokens on, as no "
-                "completion pauses"
-            )
+            none = "has no effect from rollout.max_new_tokens on, as no completion pauses"
+            yield f"rollout.token_budget: {none}"
 
     def _without_effect(self) -> Iterator[str]:
         """Yield the keys of COUNTS_WITH that are set where they do not count."""

@@ -220,6 +220,7 @@ class Queue:
             self.waiting.remove(sequence)
 
     def preempt(self, sequence: RunningSequence) -> None:
+        """Put a running sequence back into the queue with its tokens, without keys and values."""
         self.preemptions += 1
         self._next = None
         self._give_up_pages(sequence)

@@ -34,11 +34,11 @@ GPU_OUTPUTS = 1 << 15  # on a GPU, which few rows leave idle
 def bfloat16_unit() -> str:
     """Name the unit that multiplies bfloat16 here, for oneDNN too: "tiles" (AMX), "pairs" of terms
     (AVX512_BF16), or "" for none."""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper() * HAS_PREPACKED
     if torch.cpu._is_amx_tile_supported() and re.search("ALL|DEFAULT|AMX", limit):
-        return "tiles" * HAS_PREPACKED
-    may = torch.cpu._is_avx512_bf16_supported() and re.search("ALL|DEFAULT|AMX|16|AVX10", limit)
-    return "pairs" if may and HAS_PREPACKED else ""
+        return "tiles"
+    has_pairs = torch.cpu._is_avx512_bf16_supported()
+    return "pairs" if has_pairs and re.search("ALL|DEFAULT|AMX|16|AVX10", limit) else ""
 
 
 def in_float32(t: Tensor) -> bool:

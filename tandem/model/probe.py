@@ -57,7 +57,8 @@ LENGTH = 400  # past three key blocks, with a partial fourth
 SHARERS = (2, 3, 5, 8, 33)  # sequences that read the same pages in decode
 DECODE_ROWS = 64  # of a decode step that is timed
 LEAST_GAIN = 0.05  # of a kernel's time; less is noise, and would change from start to start
-DTYPE_GAIN, LEAST_WIDTH = 1.2, 512  # of bfloat16's speed; of models that may gain by it
+DTYPE_GAIN = 1.2  # of bfloat16's speed over float32's
+WIDTHS = range(512, 4097)  # of models that are tried in it: they gain by it, and a layer fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,22 +105,24 @@ def fastest_exact(trials: Sequence[Trial]) -> str:
 def auto_dtype(path: str, threads: int) -> str:
     """Choose model.dtype for a CPU that multiplies bfloat16: it, if a random model of the shapes at
     path is exact in it and DTYPE_GAIN times as fast; else "float32". Raises as check_model."""
-    config = check_model(path)
-    if config.get_text_config().hidden_size < LEAST_WIDTH or not divisible(config):
+    config = check_model(path, head="value")
+    if not divisible(config) or config.hidden_size not in WIDTHS:
         return "float32"
-    numerics.prepare(threads)
+    numerics.prepare()
     lean, kinds = named_path("lean"), (torch.bfloat16, torch.float32)
-    narrow, wide = (lean.build(random_module(lean.small(config, 1), 0, kind)) for kind in kinds)
-    is_faster = DTYPE_GAIN * _seconds(narrow) < _seconds(wide)
-    return "bfloat16" if is_faster and not probe(narrow).parity else "float32"
+    with threads_of(threads):
+        models = [lean.build(random_module(lean.small(config, 1), 0, kind)) for kind in kinds]
+        times = [list(map(_seconds, models)) for _ in range(4)]  # by turns; the first warms up
+        narrow, wide = map(min, zip(*times, strict=True))
+        is_exact = DTYPE_GAIN * narrow < wide and not probe(models[0]).parity
+    return "bfloat16" if is_exact else "float32"
 
 
 def _seconds(model: ExactModel) -> float:
-    """Time the passes of an update and of the engine; the first ones warm up."""
-    for _ in range(2):
-        schedule, start = Schedule(model, 0), perf_counter()
-        schedule.packed()
-        schedule.paged([torch.get_num_threads()])
+    """Time the passes of an update and of the engine over the same tokens."""
+    schedule, start = Schedule(model, 0), perf_counter()
+    schedule.packed()
+    schedule.paged([torch.get_num_threads()])
     return perf_counter() - start
 
 

@@ -125,7 +125,8 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     when the disk does not take it.
     """
     _refuse_foreign(folder)
-    resolved(config, folder)  # what it refuses makes and moves no folder
+    # what it refuses makes and moves no folder
+    resolved(config, Path(os.devnull) if fresh else folder)
     is_new = not folder.exists()
     with locked(folder) as news, ExitStack() as opened:
         if fresh and _is_run(folder):

@@ -84,9 +84,11 @@ def test_products_of_bfloat16_are_near_and_thread_independent(terms, rows, colum
 
 
 def test_bfloat16_is_multiplied_by_the_best_unit_that_onednn_may_use(monkeypatch):
-    for part in ("amx_tile", "avx512_bf16"):
-        monkeypatch.setattr(torch.cpu, f"_is_{part}_supported", lambda: True)
     units = {"ALL": "tiles", "avx512_core_bf16": "pairs", "AVX10_1_512": "pairs", "AVX512_CORE": ""}
-    for limit, unit in units.items():
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-        assert bfloat16_unit.__wrapped__() == unit
+    for there in (("amx_tile", "avx512_bf16"), ("avx512_bf16",), ()):
+        for part in ("amx_tile", "avx512_bf16"):
+            monkeypatch.setattr(torch.cpu, f"_is_{part}_supported", lambda has=part in there: has)
+        for limit, unit in units.items():
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+            best = "pairs" if unit == "tiles" and len(there) == 1 else unit
+            assert bfloat16_unit.__wrapped__() == (best if there else "")

@@ -18,6 +18,7 @@ from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
 from tandem.model import probe
 from tandem.model.probe import Exactness
+from tandem.model.schedule import threads_of
 from tandem.plugins.commands.show import status
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import identity, open_run, read_matmul
@@ -219,22 +220,23 @@ def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, mo
     (tmp_path / "config.json").write_text(json.dumps(shape))
     cases = {"exact": (1.3, [], 512), "slow": (1.1, [], 512), "narrow": (1.3, [], 513)}
 
-    def begun(name):
+    def begun(name, unit="pairs"):
         probe.auto_dtype.cache_clear()
+        monkeypatch.setattr("tandem.run_folder.folder.bfloat16_unit", lambda: unit)
         run = start(tmp_path / name, model__path=str(tmp_path), model__dtype="auto")
         return run.config.model.dtype, *run.news[1:]
 
-    monkeypatch.setattr("tandem.run_folder.folder.bfloat16_unit", lambda: "pairs")
-    assert begun("timed")[0] in ("bfloat16", "float32")
+    with threads_of(3):
+        assert begun("timed")[0] in ("bfloat16", "float32") and torch.get_num_threads() == 3
     for name, (gain, odd, width) in {**cases, "not exact": (1.3, ["top-p"], 512)}.items():
-        found, seconds = Exactness(parity=odd, thread_dependent=[]), {torch.bfloat16: 1.0}
-        monkeypatch.setattr(probe, "_seconds", lambda m, s=seconds, g=gain: s.get(m.dtype, g))
-        monkeypatch.setattr(probe, "probe", lambda _, found=found: found)
-        monkeypatch.setattr(probe, "LEAST_WIDTH", width)
+        monkeypatch.setattr(probe, "_seconds", lambda m, g=gain: g ** (m.dtype == torch.float32))
+        monkeypatch.setattr(
+            probe, "probe", lambda _, p=odd: Exactness(parity=p, thread_dependent=[])
+        )
+        monkeypatch.setattr(probe, "WIDTHS", [width])
         chosen = ("bfloat16", "model.dtype = auto: bfloat16") if name == "exact" else ("float32",)
         assert begun(name) == chosen
-    monkeypatch.setattr("tandem.run_folder.folder.bfloat16_unit", lambda: "")
-    assert begun("no unit") == ("float32",) and begun("exact")[0] == "bfloat16"
+    assert begun("no unit", "") == ("float32",) and begun("exact", "")[0] == "bfloat16"
 
 
 def test_other_thread_count_is_taken_only_if_it_changes_no_bit(tmp_path):

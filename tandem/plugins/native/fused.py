@@ -1,7 +1,7 @@
 """The compiled kernels as the Kernels of a model.
 
 Norm, rotation, SwiGLU, attention and the vocabulary are float32 inside, and round once to the
-model's type. Linears of bfloat16 run in AMX or AVX512_BF16, where they are; gradients in oneDNN.
+model's type. Linears of bfloat16 run in AMX or AVX512_BF16 if the CPU has one, gradients in oneDNN.
 """
 
 import os

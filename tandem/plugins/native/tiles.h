@@ -7,8 +7,10 @@ constexpr long STEP = TERMS * OUTPUTS;
 constexpr long TOGETHER = 256;  // rows that stay in the cache while a panel meets them
 constexpr long MOST = 2048;     // rows that are copied together
 
+// panel: c [R <= 32, OUTPUTS] = a, rows of `wide` terms, times a panel of the pack, which is read from
+// memory `first` and then from the cache. READ: rows of a that are read together.
 #ifdef AMX
-constexpr long READ = 32;  // rows that are read together
+constexpr long READ = 32;
 INLINE void configure() {  // each tile: 16 rows of 64 bytes
   alignas(64) uint8_t config[64] = {1};
   for (int t = 0; t < 8; t++) config[16 + 2 * t] = 64, config[48 + t] = 16;
@@ -45,7 +47,6 @@ INLINE void tiles(long wide, const bf16* a, const bf16* b, float* c) {
   }
 }
 
-// c [R <= 32, OUTPUTS] = a, rows of `wide` terms, times a panel of the pack.
 INLINE void panel(long R, long wide, const bf16* a, const bf16* b, float* c, bool first) {
   if (!first && R > 16) tiles<true, false>(wide, a, b, c);
   else R > 16 ? tiles<true, true>(wide, a, b, c) : tiles<false, true>(wide, a, b, c);
@@ -55,7 +56,7 @@ constexpr long READ = 1;
 INLINE void configure() {}
 INLINE void release() {}
 
-// H: tiles at once; one when the pack comes from memory, in whose order it is read then.
+// R rows at once. H: tiles at once; one where the pack is read from memory, in whose order it is then.
 template <int R, int H>
 void block(long rows, long wide, const bf16* a, const bf16* b, float* c) {
   for (; rows >= R; rows -= R, a += R * wide, c += R * OUTPUTS) {
@@ -81,7 +82,7 @@ void block(long rows, long wide, const bf16* a, const bf16* b, float* c) {
     if (rows) block<R / 2, 1>(rows, wide, a, b, c);
 }
 INLINE void panel(long R, long wide, const bf16* a, const bf16* b, float* c, bool first) {
-  long some = first ? std::min(R, 8l) : 0;  // 8 rows read it
+  long some = first ? std::min(R, 8l) : 0;  // rows that meet it as it comes
   block<8, 1>(some, wide, a, b, c);
   block<8, 2>(R - some, wide, a + some * wide, b, c + some * OUTPUTS);
 }
@@ -126,6 +127,7 @@ void linear_tiles(const bf16* x, long rows, long K, const bf16* w, long outputs,
   }
 }
 
+#ifndef AMX
 // A panel of the pack is [K / 32] steps of two tiles; a tile is [16 pairs of terms, 16 outputs, 2].
 void pack_tiles(const bf16* w, long outputs, long K, bf16* out, int threads) {
   long wide = (K + TERMS - 1) / TERMS * TERMS, all = (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
@@ -137,3 +139,4 @@ void pack_tiles(const bf16* w, long outputs, long K, bf16* out, int threads) {
           o < outputs && k < K ? w[o * K + k] : bf16{};
     }
 }
+#endif

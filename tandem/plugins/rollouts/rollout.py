@@ -70,6 +70,7 @@ def rollout(
         output.path.parent.mkdir(parents=True, exist_ok=True)
     prepare_process(config)
     with open_output(output, config, fresh) as run:
+        config = run.config
         keep_in(run.path / "images")
         problems = read_data(config, "data.train")
         inputs = hashes(config) | image_hashes(problem.messages for problem in problems)

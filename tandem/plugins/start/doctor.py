@@ -156,7 +156,7 @@ def _exactness(device: str, dtype: str) -> Finding:
         threads = f"; bits depend on the thread count: {'; '.join(exactness.thread_dependent)}"
     slow = ""
     if (device, dtype) == ("cpu", "bfloat16") and not bfloat16_unit():
-        slow = "; trains no faster here: the processor has neither AMX nor AVX512_BF16"
+        slow = "; no faster in training: neither AMX nor AVX512_BF16 is in use"
     return Finding(True, f"engine = trainer, bit for bit{threads}{slow}{kernels}")
 
 

@@ -132,7 +132,7 @@ def test_the_vocabulary_of_engine_and_trainer_has_one_set_of_bits():
 
 
 def digest():
-    """Hash what is computed, without pages (they have packed bits) and AMX's products."""
+    """Hash what is computed, without pages (they have packed bits) and products in bfloat16."""
     made = []
     for dtype, size in ((torch.float32, 64), (torch.float32, 48), (torch.bfloat16, 48)):
         q, k, v = (noise(ROWS, n, size, dtype=dtype, seed=n).requires_grad_() for n in (6, 2, 3))
