@@ -229,11 +229,10 @@ def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, mo
     with threads_of(3):
         assert begun("timed")[0] in ("bfloat16", "float32") and torch.get_num_threads() == 3
     for name, (gain, odd, width) in {**cases, "not exact": (1.3, ["top-p"], 512)}.items():
-        monkeypatch.setattr(probe, "_seconds", lambda m, g=gain: g ** (m.dtype == torch.float32))
-        monkeypatch.setattr(
-            probe, "probe", lambda _, p=odd: Exactness(parity=p, thread_dependent=[])
-        )
-        monkeypatch.setattr(probe, "WIDTHS", [width])
+        found = Exactness(parity=odd, thread_dependent=[])
+        values = {"_seconds": lambda m, g=gain: g ** (m.dtype == torch.float32), "WIDTHS": [width]}
+        for part, value in {**values, "probe": lambda _, found=found: found}.items():
+            monkeypatch.setattr(probe, part, value)
         chosen = ("bfloat16", "model.dtype = auto: bfloat16") if name == "exact" else ("float32",)
         assert begun(name) == chosen
     assert begun("no unit", "") == ("float32",) and begun("exact", "")[0] == "bfloat16"

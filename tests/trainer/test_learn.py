@@ -124,13 +124,12 @@ def test_expected_gradient_is_the_one_that_arrives_bit_for_bit(loss):
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
 def test_gradient_is_that_of_the_formula_on_whole_logits(loss):
-    means = {"ppo_clip": "sequence_mean", "cispo": "fixed_length"}
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     groups = perturbed(sampled_groups(exact, turns=2), 0.3)
     config = settings(
         44,
         loss=loss,
-        aggregation=means.get(loss, "token_mean"),
+        aggregation={"ppo_clip": "sequence_mean", "cispo": "fixed_length"}.get(loss, "token_mean"),
         **({} if loss == "reinforce" else {"clip_low": 0.02, "clip_high": 0.04}),
         entropy_coef=0.2,
         kl_coef=0.3,
