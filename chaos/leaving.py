@@ -139,7 +139,10 @@ class Started:
         A half file of a killed run is left to the next start.
         """
         until = time.monotonic() + ENDS_S
-        while (alive := processes_with(f"{MARK}={self.mark}")) and time.monotonic() < until:
+        while True:  # the semaphores of other tests come and go
+            alive, shared = processes_with(f"{MARK}={self.mark}"), shared_memory() - self.shared
+            if not (alive or shared) or time.monotonic() > until:
+                break
             time.sleep(0.02)
         for process in alive:
             with suppress(ProcessLookupError):
@@ -149,7 +152,7 @@ class Started:
         return [
             *(f"process {process.pid}" for process in alive),
             *files,
-            *sorted(shared_memory() - self.shared),
+            *sorted(shared),
         ]
 
     @property
@@ -170,7 +173,8 @@ class InterruptedRuns:
         inline = ["rollout.workers=0"] if AHEAD[0] in changes else []  # the same bits, sooner
         whole = Started([*self.command, *inline], folder / "whole")
         code = whole.end()
-        assert code == 0 and not whole.left(), whole.output()
+        left = whole.left()
+        assert code == 0 and not left, f"exit code {code}, left {left}\n{whole.output()}"
         self.seconds, self.right = time.monotonic() - start, fingerprint(folder / "whole")
         self._number, self._notes = 0, dict[str, float]()
 
