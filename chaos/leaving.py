@@ -149,11 +149,7 @@ class Started:
                 os.kill(process.pid, signal.SIGKILL)
         halves = [] if killed else list(self.folder.rglob(".tmp-*"))
         files = [path.name for path in [*self.temporary.iterdir(), *halves]]
-        return [
-            *(f"process {process.pid}" for process in alive),
-            *files,
-            *sorted(shared),
-        ]
+        return [*(f"process {process.pid}" for process in alive), *files, *sorted(shared)]
 
     @property
     def _pid(self) -> int:
