@@ -114,8 +114,8 @@ def auto_dtype(path: str, threads: int) -> str:
         models = [lean.build(random_module(lean.small(config, 1), 0, kind)) for kind in kinds]
         times = [list(map(_seconds, models)) for _ in range(4)]  # by turns; the first warms up
         narrow, wide = map(min, zip(*times, strict=True))
-        is_exact = DTYPE_GAIN * narrow < wide and not probe(models[0]).parity
-    return "bfloat16" if is_exact else "float32"
+        is_better = DTYPE_GAIN * narrow < wide and not probe(models[0]).parity
+    return "bfloat16" if is_better else "float32"
 
 
 def _seconds(model: ExactModel) -> float:
