@@ -1,10 +1,10 @@
 """`make learning`: does everything learn? The demo on five seeds, every algorithm on three, and
-what needs no reward.
+what needs no reward; and SmolLM2-135M in both types of weights.
 
-    python benchmarks/learning.py [demo] [bfloat16] [grpo] [ppo ...] [preferences] [distillation]     default: all; rewrites results/learning.md
+    python benchmarks/learning.py [demo] [bfloat16] [smollm2] [grpo] [ppo ...] [preferences] [distillation]     default: all; rewrites results/learning.md
 
-All start from the demo's warm models (runs/learning/seed-N, made by `demo`). Numbers are kept in
-results/learning.json.
+All but SmolLM2 (`make smollm2-model` first) start from the demo's warm models (runs/learning/seed-N,
+made by `demo`). Numbers are kept in results/learning.json.
 """
 
 import json
@@ -57,7 +57,8 @@ ALGORITHMS = {
 
 def main() -> int:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in sys.argv[1:] or ["demo", "bfloat16", *ALGORITHMS, "preferences", "distillation"]:
+    usual = ["demo", "bfloat16", "smollm2", *ALGORITHMS, "preferences", "distillation"]
+    for name in sys.argv[1:] or usual:
         print(f"== {name}", flush=True)
         if name in ALGORITHMS:
             results.setdefault("algorithms", {})[name] = algorithm(name)
@@ -65,6 +66,7 @@ def main() -> int:
             results[name] = {
                 "demo": demo,
                 "bfloat16": lambda: demo("bfloat16-", ["model.dtype=bfloat16"]),
+                "smollm2": smollm2,
                 "preferences": preferences,
                 "distillation": distillation,
             }[name]()
@@ -89,6 +91,19 @@ def demo(kind: str = "", changes: Sequence[str] = ()) -> list[dict]:
         rows.append(
             {"seed": seed, **rise(folder / "train"), "seconds": time.perf_counter() - start}
         )
+    return rows
+
+
+def smollm2() -> list[dict]:
+    """recipes/smollm2.toml in both types."""
+    rows = []
+    for seed in FEW:
+        for dtype in ("float32", "bfloat16"):
+            folder, start = RUNS / f"smollm2-{dtype}-{seed}", time.perf_counter()
+            values = [f"run.seed={seed}", f"model.dtype={dtype}", f"run.folder={folder}"]
+            run([*command("train", "smollm2"), *values, "run.save_every=30", "--fresh"])
+            seconds = time.perf_counter() - start
+            rows.append({"seed": seed, "dtype": dtype, **rise(folder), "seconds": seconds})
     return rows
 
 
@@ -211,8 +226,8 @@ def tandem(name: str, seed: int, folder: Path, overrides: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def command(name: str) -> list[str]:
-    return [sys.executable, "-m", "tandem", name, "recipes/demo.toml"]
+def command(name: str, recipe: str = "demo") -> list[str]:
+    return [sys.executable, "-m", "tandem", name, f"recipes/{recipe}.toml"]
 
 
 def warm(seed: int) -> Path:
@@ -238,22 +253,25 @@ def table(results: dict) -> str:
     lines = ["# What learns, and how far", ""]
     lines += ["Written by `make learning` (`benchmarks/learning.py`). Held-out reward is sampled"]
     lines += ["at temperature 1, 64 problems x 4 samples. Each section names its machine.", ""]
-    for name, dtype in (("demo", "float32"), ("bfloat16", "bfloat16")):
-        if name not in results:
-            continue
-        lines += [
-            f"## The demo on five seeds, {dtype}",
-            "",
-            f"{results['where'][name]}. The warm start and after 60 steps; seconds are of the whole demo.",
-            "",
-        ]
+    titles = {
+        "demo": "The demo on five seeds, float32",
+        "bfloat16": "The demo on five seeds, bfloat16",
+        "smollm2": "SmolLM2-135M in both types of weights",
+    }
+    about = {
+        "smollm2": "recipes/smollm2.toml, 20 problems x 4 samples, and after 30 steps; seconds are of the whole run."
+    }
+    of_demo = "The warm start and after 60 steps; seconds are of the whole demo."
+    for name in (name for name in titles if name in results):
+        lines += [f"## {titles[name]}", ""]
+        lines += [f"{results['where'][name]}. {about.get(name, of_demo)}", ""]
         lines += [
             "| seed | before | after | rise | largest log-prob gap | seconds |",
             "|---|---|---|---|---|---|",
         ]
         lines += [
-            f"| {r['seed']} | {r['before']:.3f} | {r['after']:.3f} | {r['after'] - r['before']:+.3f} | {r['gap']} "
-            f"| {r['seconds']:.0f} |"
+            f"| {r['seed']}{', ' * ('dtype' in r)}{r.get('dtype', '')} | {r['before']:.3f} | {r['after']:.3f} "
+            f"| {r['after'] - r['before']:+.3f} | {r['gap']} | {r['seconds']:.0f} |"
             for r in results[name]
         ] + [""]
     if "algorithms" in results:

@@ -1,10 +1,14 @@
 """Fused AdamW with a schedule and clipping whose bits do not depend on the thread count; others are
 in muon.py and plugins/optim.
 
-Parameters of another type than float32 have masters: float32 copies that gradients and updates go
-to. The parameters, which engine and trainer run, are the masters rounded once. An update smaller
-than the spacing of bfloat16 is then kept, and counts once several have added up (Micikevicius et
-al. 2018, arXiv 1710.03740, section 3.1).
+Weights that run in another type than float32 have masters: float32 copies that gradients and
+updates go to. Engine and trainer run the masters rounded once, so an update below the spacing of
+bfloat16 is kept (Micikevicius et al. 2018, arXiv 1710.03740, section 3.1).
+
+A run of RL may end before its updates add up to half of that spacing, and a master that starts at
+its weight rounds to no other one before. So masters start beside their weights, by less than
+rounding takes away (a fixed dither: Roberts 1962, doi 10.1109/TIT.1962.1057702). Then some of many
+weights change with the first update, and by as much, in the mean, as their masters.
 """
 
 import math
@@ -20,6 +24,7 @@ from tandem.model.boxes import Box, whole_box
 from tandem.types import Array
 
 BUCKET = 1 << 26  # parameters whose offloaded state is on the device at once: 768 MiB
+STEP = 0.7548776662466927  # x, x^2, ... spread a sum of multiples evenly: x^3 + x^2 = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -67,14 +72,19 @@ class Optimizer:
     """AdamW over named parameters, or their masters. `update` clips, steps and clears the
     gradients.
 
-    whole: of the tensors that these parameters are, or are parts of. Optimizers of other names are
-    subclasses (registry.py: "optimizers").
+    whole: of the tensors that these parameters are, or are parts of; dtype: that they run in, None:
+    their own. Optimizers of other names are subclasses (registry.py: "optimizers").
     """
 
     adam_class: type[torch.optim.AdamW] = torch.optim.AdamW
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], settings: Settings, *, whole: Whole = WHOLE
+        self,
+        parameters: dict[str, nn.Parameter],
+        settings: Settings,
+        *,
+        whole: Whole = WHOLE,
+        dtype: torch.dtype | None = None,
     ):
         self.parameters, self.settings, self.whole, self.step = parameters, settings, whole, 0
         # what AdamW steps: a master, or the parameter itself
@@ -82,8 +92,10 @@ class Optimizer:
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in parameters.items()
         }
-        for p in parameters.values():
+        for name, p in parameters.items():
             p.grad_dtype = torch.float32
+            if (dtype or p.dtype) != torch.float32:
+                dither(self.masters[name], (whole.own or {}).get(name) or whole_box(p.shape))
         of_adam = [p for name, p in self.masters.items() if not self.has_momentum(name, p)]
         decayed = [p for p in of_adam if p.dim() > 1]
         plain = [p for p in of_adam if p.dim() <= 1]
@@ -185,6 +197,22 @@ class Optimizer:
     def _home(self, key: str, tensor: Tensor) -> Tensor:
         """Copy a tensor of the state to where it rests between updates."""
         return tensor.to(self.parameters[key.partition(".")[2]].device, copy=True)
+
+
+@torch.no_grad()
+def dither(master: Tensor, box: Box) -> None:
+    """Round a float32 tensor to bfloat16, and move each number by less than half of the spacing, so
+    that it rounds to the same. How far is spread evenly, by the place in the whole tensor alone.
+    box: of the tensor in the whole one."""
+    places = torch.zeros((), dtype=torch.int32, device=master.device)
+    for dim, (first, count) in enumerate(zip(box.start, box.shape, strict=True)):
+        numbers = torch.arange(first, first + count, device=master.device)
+        multiples = numbers * round(65536 * STEP ** (len(box.shape) - dim)) & 0xFFFF
+        places = places[..., None] + multiples.int()
+    # as integers floats are in the order of their sizes, 65,536 to the next of bfloat16; | 1: never
+    # a half, which might round away; zeros have no neighbours that an update could miss
+    places.bitwise_and_(0xFFFF).bitwise_or_(1).sub_(0x8000).mul_(master != 0)
+    master.copy_(master.bfloat16()).view(torch.int32).add_(places)
 
 
 def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:

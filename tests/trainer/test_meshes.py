@@ -313,8 +313,9 @@ def test_a_mesh_computes_what_one_process_does(sizes, cases):
             difference = (own_grads[name] - grad).norm()
             assert difference <= (1e-5 if exact else 1e-2) * grad.norm(), (case, name)
         for one, other in zip(own_rows, rows, strict=True):
-            # a stage, and a part of the rows, know not all of a router
-            whole = not {"pipeline", "context"} & set(sizes)
+            # a stage, and a part of the rows, know not all of a router; after an update a rounding
+            # of bfloat16 may give a token another expert, and one more goes unused
+            whole = exact and not {"pipeline", "context"} & set(sizes)
             names = [n for n in other if whole or not n.startswith("router/")]
             compared = {name: one[name] for name in names}
             expected = {name: other[name] for name in names}
@@ -332,6 +333,22 @@ def test_a_mesh_gives_the_same_bits_again_and_so_does_checkpointing_of_activatio
 
 
 # ---- an engine that sums in as many parts
+
+
+def masters_on(mesh, case):
+    """The masters of a divided model before any update, on rank 0."""
+    ranks = ParallelRanks(mesh)
+    learner = learner_of(ranks.divide(cast(policy_of(case), case.dtype), case.dtype), ranks)
+    return collected(learner.optimizer.whole, learner.optimizer.weights())
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"data": 2, "expert": 2}], ids=str)
+def test_masters_start_with_the_bits_of_one_process(sizes):
+    case = SPARSE._replace(dtype=BFLOAT16)
+    found, *_ = on_mesh(masters_on, case, **sizes)
+    alone = learner_of(cast(policy_of(case), BFLOAT16), ALONE).optimizer.weights()
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(found[name], master) for name, master in alone.items())
 
 
 def gaps_on(mesh, cases):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.model.boxes import Box, whole_box
 from tandem.model.schedule import threads_of
 from tandem.plugins.optim.offload import OffloadedOptimizer
-from tandem.trainer.optimizer import Optimizer, factor, global_norm
+from tandem.trainer.optimizer import Optimizer, dither, factor, global_norm
 from tests.support.optimizers import bits, check_reload, optimizer, random_parameters, set_gradients
 
 SHAPES = {"embedding": (30, 8), "bias": (8,), "experts": (3, 5, 8)}
@@ -117,14 +118,44 @@ def test_global_norm_has_the_same_bits_for_one_and_two_threads():
 def test_bfloat16_parameters_are_their_masters_rounded():
     """The masters take the steps that float32 parameters with the same gradients take."""
     rounded = bfloat16_parameters()
-    exact = {name: nn.Parameter(p.detach().float()) for name, p in rounded.items()}
-    ours, theirs = optimizer(rounded), optimizer(exact)
+    ours = optimizer(rounded)
+    exact = {name: nn.Parameter(master.clone()) for name, master in ours.weights().items()}
+    theirs = optimizer(exact)
     for step in range(3):
         set_gradients(step, rounded, exact)
         assert ours.update() == theirs.update()
     assert bits(ours.weights()) == bits(exact)
     assert all(torch.equal(p, exact[name].bfloat16()) for name, p in rounded.items())
     assert all(tensor.dtype == torch.float32 for tensor in ours.state().values())
+
+
+def test_updates_far_below_the_spacing_of_bfloat16_move_its_weights_in_the_mean():
+    """By Adam's learning rate, as the gradients are equal: 1/50 of the spacing of numbers from 2 to
+    4, less of larger ones."""
+    numbers = torch.rand(300, 500, generator=torch.Generator().manual_seed(0)) * 6 + 2
+    weights = {"w": nn.Parameter(numbers.bfloat16())}
+    before, rate = weights["w"].detach().float(), 2.0**-6 / 50
+    ours = optimizer(weights, learning_rate=rate, weight_decay=0.0)
+    for step in range(1, 4):
+        weights["w"].grad = torch.full((300, 500), -1.0)
+        ours.update()
+        moved = weights["w"].detach().float() - before
+        assert float(moved.mean()) == pytest.approx(step * rate, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", [(7,), (40, 50), (3, 9, 11)])
+def test_masters_start_beside_their_weights_by_the_place_in_the_whole_tensor(shape):
+    """And nearer than half of the spacing, on both sides of powers of two, of zeros not at all."""
+    numbers = torch.tensor([0.0, -0.0, 1.0, -2.0, 3.0, -1.0078125, 1e-39]).bfloat16()
+    weight = numbers.repeat(-(-math.prod(shape) // 7))[: math.prod(shape)].view(shape)
+    master = weight.float() * (1 + 2.0**-10)  # nearest to the weight still
+    dither(master, whole_box(shape))
+    assert torch.equal(master.bfloat16(), weight)
+    assert torch.equal(master != weight.float(), weight != 0)
+    box = Box(tuple(n // 3 for n in shape), tuple(n // 2 for n in shape), shape)
+    part = weight[box.slices].float()
+    dither(part, box)
+    assert torch.equal(part, master[box.slices])
 
 
 def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
