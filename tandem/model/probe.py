@@ -11,7 +11,9 @@ for 135M parameters and two cores. On a GPU it finds the fastest exact kernel to
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isqrt
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.attention import Plan, Scoring
-from tandem.model.config_file import first_line
+from tandem.model.config_file import check_model, first_line
 from tandem.model.linear import ExactLinear
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
 from tandem.model.onednn import padded_rows
-from tandem.model.paths import named_path
+from tandem.model.paths import divisible, named_path
 from tandem.model.schedule import (
     LONG,
     SHORT,
@@ -33,6 +35,7 @@ from tandem.model.schedule import (
     Schedule,
     random_like,
     random_model,
+    random_module,
     threads_of,
 )
 from tandem.runtime import numerics
@@ -54,6 +57,8 @@ LENGTH = 400  # past three key blocks, with a partial fourth
 SHARERS = (2, 3, 5, 8, 33)  # sequences that read the same pages in decode
 DECODE_ROWS = 64  # of a decode step that is timed
 LEAST_GAIN = 0.05  # of a kernel's time; less is noise, and would change from start to start
+DTYPE_GAIN = 1.2  # of bfloat16's speed over float32's
+WIDTHS = range(512, 4097)  # of models that are tried in it: they gain by it, and a layer fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +99,31 @@ def fastest_exact(trials: Sequence[Trial]) -> str:
         if not trial.findings and (best.findings or faster):
             best = trial
     return best.kernel
+
+
+@lru_cache
+def auto_dtype(path: str, threads: int) -> str:
+    """Choose model.dtype for a CPU that multiplies bfloat16: it, if a random model of the shapes at
+    path is exact in it and DTYPE_GAIN times as fast; else "float32". Raises as check_model."""
+    config = check_model(path, head="value")
+    if not divisible(config) or config.hidden_size not in WIDTHS:
+        return "float32"
+    numerics.prepare()
+    lean, kinds = named_path("lean"), (torch.bfloat16, torch.float32)
+    with threads_of(threads):
+        models = [lean.build(random_module(lean.small(config, 1), 0, kind)) for kind in kinds]
+        times = [list(map(_seconds, models)) for _ in range(4)]  # by turns; the first warms up
+        narrow, wide = map(min, zip(*times, strict=True))
+        is_better = DTYPE_GAIN * narrow < wide and not probe(models[0]).parity
+    return "bfloat16" if is_better else "float32"
+
+
+def _seconds(model: ExactModel) -> float:
+    """Time the passes of an update and of the engine over the same tokens."""
+    schedule, start = Schedule(model, 0), perf_counter()
+    schedule.packed()
+    schedule.paged([torch.get_num_threads()])
+    return perf_counter() - start
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ from typing import Any
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.config.training import RATED
+from tandem.model import custom_code
+from tandem.model.onednn import bfloat16_unit
 from tandem.model.placement import place_models
 from tandem.run_folder.config_changes import (
     THREADS,
@@ -123,7 +125,8 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     when the disk does not take it.
     """
     _refuse_foreign(folder)
-    resolved(config, folder)  # what it refuses makes and moves no folder
+    # what it refuses makes and moves no folder
+    resolved(config, Path(os.devnull) if fresh else folder)
     is_new = not folder.exists()
     with locked(folder) as news, ExitStack() as opened:
         if fresh and _is_run(folder):
@@ -160,6 +163,8 @@ def _opened(
         for name in RATED
         if getattr(given, name).learning_rate == "auto"
     ]
+    if given.model.dtype == "auto" and config.model.dtype == "bfloat16":
+        chosen.append("model.dtype = auto: bfloat16")
     news = tuple(filter(None, [start, start_news, *changes, *chosen]))
     run = RunFolder(path=folder, config=config, command=command, news=news, recipe=recipe)
     for line in news:
@@ -251,8 +256,13 @@ def resolved(config: Config, folder: Path) -> Config:
         )
         run = run.model_copy(update={"threads": threads})
     if model.dtype == "auto":
-        dtype = recorded.get("model.dtype") or place_models(model.device, "auto").dtype_name
-        model = model.model_copy(update={"dtype": dtype})
+        place, dtype = place_models(model.device, "auto"), recorded.get("model.dtype")
+        if not dtype and model.path and place.device.type == "cpu" and bfloat16_unit():
+            from tandem.model.probe import auto_dtype
+
+            custom_code.allow(model.trust_remote_code)
+            dtype = auto_dtype(model.path, run.threads)
+        model = model.model_copy(update={"dtype": dtype or place.dtype_name})
     rated = {}
     for name in RATED:
         if (section := getattr(config, name)).learning_rate == "auto":

@@ -12,9 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
+from tandem.model import probe
+from tandem.model.probe import Exactness
+from tandem.model.schedule import threads_of
 from tandem.plugins.commands.show import status
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
 from tandem.run_folder.folder import identity, open_run, read_matmul
@@ -208,6 +212,30 @@ def test_an_automatic_learning_rate_is_that_number_written_out(tmp_path):
         with pytest.raises(UserError, match="no learning rate is known"):
             begun(kind, 64, rank, train__learning_rate="auto")
         assert not (tmp_path / "runs" / f"{kind}-{rank}").exists()
+
+
+def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, monkeypatch):
+    """The unit for bfloat16 is pretended, then times are. A run keeps its type without the unit."""
+    shape = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 64, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    cases = {"exact": (1.3, [], 512), "slow": (1.1, [], 512), "narrow": (1.3, [], 513)}
+
+    def begun(name, unit="pairs"):
+        probe.auto_dtype.cache_clear()
+        monkeypatch.setattr("tandem.run_folder.folder.bfloat16_unit", lambda: unit)
+        run = start(tmp_path / name, model__path=str(tmp_path), model__dtype="auto")
+        return run.config.model.dtype, *run.news[1:]
+
+    with threads_of(3):
+        assert begun("timed")[0] in ("bfloat16", "float32") and torch.get_num_threads() == 3
+    for name, (gain, odd, width) in {**cases, "not exact": (1.3, ["top-p"], 512)}.items():
+        found = Exactness(parity=odd, thread_dependent=[])
+        values = {"_seconds": lambda m, g=gain: g ** (m.dtype == torch.float32), "WIDTHS": [width]}
+        for part, value in {**values, "probe": lambda _, found=found: found}.items():
+            monkeypatch.setattr(probe, part, value)
+        chosen = ("bfloat16", "model.dtype = auto: bfloat16") if name == "exact" else ("float32",)
+        assert begun(name) == chosen
+    assert begun("no unit", "") == ("float32",) and begun("exact", "")[0] == "bfloat16"
 
 
 def test_other_thread_count_is_taken_only_if_it_changes_no_bit(tmp_path):

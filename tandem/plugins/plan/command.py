@@ -91,6 +91,7 @@ def plan(
 class _Plan:
     def __init__(self, config: Config, command: str, folder: Path, machine: Machine):
         self.config, self.command, self.folder, self.machine = config, command, folder, machine
+        self.now = config  # with the values of this machine, once they are found
         self.reasons: list[str] = []  # why it could not start
         self.errors: list[UserError] = []  # those that it met
         self.longest = 0  # tokens of a prompt, chat or answer to train on
@@ -103,7 +104,8 @@ class _Plan:
     def show_values(self, origins: Mapping[str, str], every: bool) -> None:
         here = dict[str, str]()
         with self._checked():
-            here = values_here(self.config, self.command, self.folder)
+            self.now = resolved(self.config, self.folder)
+            here = values_here(self.config, self.now, self.command, self.folder)
         _say("values" if every else "values set by you or by this machine (all: --values)")
         for line in value_lines(self.config, self.command, origins, here, every=every):
             _say(line)
@@ -123,10 +125,9 @@ class _Plan:
         with self._checked():
             require_trackers(self.config.run.trackers)
         with self._checked():
-            sizes = model_sizes(self.config, self.command)
-            run = Footprint(
-                sizes=sizes, config=self.config, command=self.command, longest=self.longest
-            )
+            config, longest = self.now, self.longest
+            sizes = model_sizes(config, self.command)
+            run = Footprint(sizes=sizes, config=config, command=self.command, longest=longest)
             there = self.machine.memory
             if host := run.on_host():
                 gpu = torch.cuda.get_device_properties(sizes.place.device).total_memory
@@ -294,10 +295,10 @@ def value_lines(
         yield given + between + about
 
 
-def values_here(config: Config, command: str, folder: Path) -> dict[str, str]:
-    """Describe, by key, what the values that leave it open become on this machine. Raises UserError
-    for a device that is not there."""
-    place, now = placement(config), resolved(config, folder)
+def values_here(config: Config, now: Config, command: str, folder: Path) -> dict[str, str]:
+    """Describe, by key, what the values that leave it open become on this machine, in `now`. Raises
+    UserError for a device that is not there."""
+    place = placement(config)
     released = str(releases_cache(config, place)).lower()
     transport = machine_of(config).usual_transport
     model = f"model.path, {config.model.path}"
