@@ -186,8 +186,7 @@ class RolloutPrefetcher:
     def _wait_for_weights(self, step: int) -> bool:
         """Wait for the weights of a step's rollouts; return False if the run is over first."""
         version = max(0, step - self.staleness)
-        waits = watchdog.waiting_for("trainer", f"the weights of version {version}")
-        with self._change, waits:
+        with self._change, watchdog.waiting_for("trainer", f"the weights of version {version}"):
             self._change.wait_for(lambda: self._version >= version or self._is_over(step))
             return not self._is_over(step)
 

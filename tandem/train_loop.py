@@ -263,8 +263,7 @@ class _TrainLoop:
         write_status(self.run.path, self.done, steps, [*ranks, *self.job.workers()])
 
     def _show_samples(self) -> None:
-        """Show held-out episodes of the step, else its training episodes, the same problems each
-        time."""
+        """Show held-out episodes of the step, else of training, each time of the same problems."""
         count = self.run.config.run.show_samples
         path = sample_file(self.run.episodes, self.done, held_out=True)
         if count and path is not None:

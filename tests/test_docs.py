@@ -88,8 +88,7 @@ def test_cheap_commands_of_the_pages_run(tmp_path, monkeypatch):
     prepare(tandem := lambda words: output_of(*words))
     for page in PAGES:
         write_files(page, tmp_path)
-        missing = [m for b in blocks(page) if b.mark == "runs" for m in run(b, tandem)]
-        assert missing == []
+        assert [m for b in blocks(page) if b.mark == "runs" for m in run(b, tandem)] == []
 
 
 @each_page

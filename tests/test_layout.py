@@ -149,8 +149,7 @@ def test_an_optional_stack_is_imported_in_one_file_of_a_room():
         stack: sorted(name(p) for p in FILES if stack in {m.split(".")[0] for m in imported(p)})
         for stack in OPTIONAL.split()
     }
-    twice = {stack: files for stack, files in users.items() if len(files) > 1}
-    assert twice == {
+    assert {stack: files for stack, files in users.items() if len(files) > 1} == {
         "starlette": [
             "plugins/agents/server.py",
             "plugins/serve/endpoints.py",

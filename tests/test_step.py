@@ -253,8 +253,7 @@ def test_step_that_cannot_be_filled_names_both_settings(tmp_path):
 
 
 def test_curriculum_prefers_neither_solved_nor_hopeless(tmp_path):
-    settings = config(rl__curriculum=True)
-    collector = stages_in(tmp_path, settings, engine=AddressedEngine()).collector
+    collector = stages_in(tmp_path, config(rl__curriculum=True), engine=AddressedEngine()).collector
     # p4 has not been seen: 1/2
     collector.progress.rates |= {"p0": 1.0, "p1": 0.0, "p2": 1.0, "p3": 0.5}
     drawn = Counter(group.problem.uid for _ in range(200) for group in collector.begin_batch())
@@ -289,8 +288,7 @@ def test_ema_baseline_is_from_before_the_step(advantage, tmp_path):
 def test_episode_metrics_count_what_episodes_were_like():
     cut = groups_with([1.0, 0.0], [0.5, 0.5], stop_reason="length", parts={"answer": 1.0})
     episodes = episode(count=6, error="x", parts={"style": 2.0}), episode(count=0)
-    row = episode_metrics([*cut, Group(problem=PROBLEMS[2], episodes=episodes)])
-    assert row == {
+    assert episode_metrics([*cut, Group(problem=PROBLEMS[2], episodes=episodes)]) == {
         "reward": pytest.approx(2 / 6),
         "reward_std": pytest.approx(np.std([1, 0, 0.5, 0.5, 0, 0])),
         "reward_part/answer": pytest.approx(4 / 6),
@@ -308,5 +306,4 @@ def test_masked_episodes_move_no_reward_metric():
     group = replace(group, episodes=(*group.episodes[:2], failed))
     row = episode_metrics([group])
     assert (row["reward"], row["reward_std"], row["env_errors"]) == (0.75, 0.25, 1.0)
-    all_failed = replace(group, episodes=(failed,) * 3)
-    assert episode_metrics([all_failed])["reward"] == 0.0
+    assert episode_metrics([replace(group, episodes=(failed,) * 3)])["reward"] == 0.0

@@ -116,8 +116,7 @@ def test_partial_rollout_has_each_tokens_version_trains_once(tmp_path):
         groups = groups_of_step(tmp_path, step)
         assert sum(g.outcome == "train" for g in groups) == stages.config.rl.prompts_per_step
         for group in groups:
-            keys = tuple(e.key for e in group.episodes)
-            seen.setdefault(keys, []).append(group.outcome)
+            seen.setdefault(tuple(e.key for e in group.episodes), []).append(group.outcome)
             for episode in group.episodes:
                 tokens = episode.weight_versions[episode.loss_mask]
                 assert (np.diff(tokens) >= 0).all()

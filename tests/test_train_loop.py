@@ -83,8 +83,7 @@ def ran(folder, script, *, save_every=1, interrupted=None, rewards=(), **best):
     job = ScriptedJob(script, interrupted, rewards)
     sections = {"run": {"save_every": save_every, "trackers": []}, "train": {"max_bad_steps": 2}}
     sections["eval"] = {"data": "some", "every": 2, **best}
-    config = Config.model_validate(sections)
-    with open_run(folder, config, fresh=False, command="train") as run:
+    with open_run(folder, Config.model_validate(sections), fresh=False, command="train") as run:
         job.end = run_training(run, job, lambda done, *_: job.shown.append(done))
     return job
 

@@ -36,8 +36,7 @@ def test_words_that_were_dropped_do_not_come_back():
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun():
-    wrong = [place for place, node, word in first_words(FILES) if not begins_well(node, word)]
-    assert wrong == []
+    assert [place for place, node, word in first_words(FILES) if not begins_well(node, word)] == []
 
 
 def test_docstrings_beside_the_package_begin_with_their_subject():

@@ -67,8 +67,7 @@ def _problem(
     row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]
 ) -> Problem:
     answer = "" if "reward_model" in row.values else config.answer_column
-    needed = {config.prompt_column: "set data.prompt_column={}", answer: ANSWER_ADVICE}
-    prompt = column(row, needed)
+    prompt = column(row, {config.prompt_column: "set data.prompt_column={}", answer: ANSWER_ADVICE})
     named = (config.prompt_column, config.answer_column, config.category_column)
     refuse_columns(row, OF_PROBLEMS, named)
     messages = with_images(prompt_messages(prompt, field=config.prompt_column), row)

@@ -94,8 +94,7 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
                 values, line = payload
                 built.append(build(Row(number=number, values=values, line=line, folder=folder)))
             except RowError as error:
-                mistake = (error.field, error.found, error.expected)
-                mistakes.setdefault(mistake, []).append(place)
+                mistakes.setdefault((error.field, error.found, error.expected), []).append(place)
                 advice = advice or error.next
                 if len(mistakes) == MAX_MISTAKES:
                     break

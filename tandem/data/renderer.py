@@ -250,8 +250,7 @@ class ChatRenderer:
         return [np.array(row, np.int64) for row in ids]
 
     def _end_of_turn(self, exchange: Sequence[Message]) -> set[int]:
-        """Return the first added token that the template writes after what the assistant says, if
-        any."""
+        """Return the template's first added token after what the assistant says, if any."""
         from tandem.model.call_forms import spoken
 
         [text] = self.texts([exchange], open_turn=False)

@@ -60,8 +60,7 @@ class DecodeStep:
         buffers = self.counts, self.positions, self.draws, self.keys
         columns = np.zeros((len(buffers), padded), np.int64)
         columns[:, :live] = runs.counts, runs.positions, draws, keys
-        device = self.model.device
-        for buffer, column in zip(buffers, upload(columns, device), strict=True):
+        for buffer, column in zip(buffers, upload(columns, self.model.device), strict=True):
             buffer[:padded].copy_(column)
         self.tokens[:live].copy_(tokens)
         self.load_tables(runs.table)

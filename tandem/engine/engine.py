@@ -289,8 +289,7 @@ class Engine:
             own = Runs(work.table[rows], work.starts[rows], work.counts[rows])
             own_tokens = tokens[rows.repeat(work.counts)]
             plan = self.model.paged_plan(cache.keys, cache.values, own)
-            positions = torch.from_numpy(own.positions)
-            inputs = torch.from_numpy(own_tokens), positions, plan
+            inputs = torch.from_numpy(own_tokens), torch.from_numpy(own.positions), plan
             recorded = None
             if cache.experts is not None:
                 pair = (torch.from_numpy(part) for part in (own.pages, own.offsets))

@@ -77,8 +77,7 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 class HostCopy:
-    """Copy of tensors as they are after all work launched so far; it arrives while the device goes
-    on with later work."""
+    """Copy of tensors as they are after all work launched so far; it arrives beside later work."""
 
     def __init__(self, *tensors: Tensor):
         # pinned memory, if from a GPU

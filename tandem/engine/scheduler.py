@@ -115,8 +115,7 @@ class Rows:
         table[count:, : more.table.shape[1]] = more.table
         self.table = table
         for name in self.columns:
-            parts = getattr(self, name), getattr(more, name)
-            setattr(self, name, np.concatenate(parts))
+            setattr(self, name, np.concatenate([getattr(self, name), getattr(more, name)]))
 
 
 class Work(Rows):

@@ -23,8 +23,7 @@ def check_opening(chat: Any) -> None:
 
 
 def check_observation(observation: Any) -> Observation:
-    """Return the observation of `step`; raise EnvironmentFailed unless an episode can go on with
-    it."""
+    """Return the observation of `step`; raise EnvironmentFailed if no episode can go on with it."""
     if not isinstance(observation, Observation):
         raise EnvironmentFailed(f"step returned {_short(observation)}, expected an Observation")
     if not observation.done or observation.messages:

@@ -219,8 +219,7 @@ def open_envs_and_rewards(
 
 
 def build_reward_pool(config: Config) -> RewardPool:
-    """Build the pool of reward workers; raises UserError if one needs a sandbox and there is
-    none."""
+    """Build the pool of reward workers; raises UserError if one needs a sandbox and has none."""
     arguments = pool_arguments(config)
     if any("sandbox" in own for own in arguments["options"].values()):
         find("sandboxes", config.sandbox.kind, key="sandbox")(config.sandbox)

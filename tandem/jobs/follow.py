@@ -104,8 +104,7 @@ def _orders(
         )
         learn_step(stage, rollouts)
 
-    learners = _learner_orders(models.learners, folder, ranks)
-    return {"learn": learn, "join_stream": join, **learners}
+    return {"learn": learn, "join_stream": join, **_learner_orders(models.learners, folder, ranks)}
 
 
 def _learner_orders(

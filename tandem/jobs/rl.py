@@ -44,8 +44,7 @@ class RLJob(TrainJob):
         self.steps, self.eval_every = config.run.steps, config.eval.every
 
     def start(self, done: int) -> None:
-        staleness = self.stages.config.rollout.staleness
-        self.stages.journal.drop_other_meshes(done, staleness)
+        self.stages.journal.drop_other_meshes(done, self.stages.config.rollout.staleness)
         self.stages.models.policy.publish()
         self.stages.sync.publish(done)
         if self.ahead is not None:

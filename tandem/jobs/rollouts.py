@@ -32,8 +32,7 @@ class RolloutStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """Opened rollouts. lanes: one for each step that is rolled out at once; stop: ends rollouts
-    under way."""
+    """Opened rollouts. lanes: one for each step rolled out at once; stop: ends those under way."""
 
     lanes: Sequence[Lane]
     pool: Any = None  # workers.pool.Pool, whose `status` tells of the workers

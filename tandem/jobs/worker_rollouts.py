@@ -95,7 +95,6 @@ def _start(
     )
     # CUDA does not survive a fork, should an import have started it
     preload = config.model.path if forks and set(devices) == {"cpu"} else None
-    limits = Limits(silent_s=config.run.stall_s / 2, restarts=rollout.restarts)
     with (
         closing(LocalHosts(command, ENVIRONMENT, preload)) as local,
         Workers(
@@ -103,7 +102,7 @@ def _start(
             weights,
             spawn or local.open,
             count=rollout.workers,
-            limits=limits,
+            limits=Limits(silent_s=config.run.stall_s / 2, restarts=rollout.restarts),
             report=stage.report,
         ) as workers,
     ):

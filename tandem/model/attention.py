@@ -45,8 +45,7 @@ def query_key(query: Tensor, keys: Tensor) -> Tensor:
 
 
 class Scoring(NamedTuple):
-    """Scale, window, cap and sinks by which a layer's scores of queries and keys become
-    probabilities."""
+    """Scale, window, cap and sinks by which scores of queries and keys become probabilities."""
 
     scale: float
     window: int | None = None  # a query sees this many keys, its own among them; None: all before
@@ -160,8 +159,7 @@ class PackedPlan:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the output [T, H, E], zeros in rows of no segment, and what `backward` takes of
-        it."""
+        """Compute the output [T, H, E], zeros in rows of no segment, and what `backward` takes."""
 
         def read(bucket: Bucket) -> tuple[Tensor, Tensor]:
             keys, values = (_gather(t.float(), bucket.keys, k.shape[1]) for t in (k, v))
@@ -249,8 +247,7 @@ def _rows_first(t: Tensor, run: int, heads: int) -> Tensor:
 
 def _probabilities(q: Tensor, k: Tensor, bucket: Bucket, scoring: Scoring) -> Tensor:
     n, kv_heads, rows, _ = q.shape
-    scores = query_key(q, k)
-    split = scores.view(n, kv_heads, bucket.queries.shape[1], -1, k.shape[2])
+    split = query_key(q, k).view(n, kv_heads, bucket.queries.shape[1], -1, k.shape[2])
     return weigh(split, bucket.mask(scoring.window), scoring).view(n, kv_heads, rows, -1)
 
 

@@ -17,8 +17,7 @@ class ExpertChoices(Protocol):
     """The choices of one pass over all layers."""
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
-        """Return the experts int64 [T, k] that the rows of a layer go to. own: those that its
-        router chooses."""
+        """Return the experts int64 [T, k] of a layer's rows. own: those that its router chooses."""
 
 
 class RecordedExperts:
@@ -42,8 +41,7 @@ class ReplayedExperts:
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
         given = self._given[:, layer].long()
-        rows = own[: len(given)]
-        self._changed[layer] = (given[:, :, None] != rows[:, None]).all(-1).sum(-1)
+        self._changed[layer] = (given[:, :, None] != own[: len(given), None]).all(-1).sum(-1)
         return torch.cat([given, own[len(given) :]])
 
     def changed(self, rows: Array) -> Tensor:

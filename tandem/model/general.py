@@ -208,6 +208,5 @@ def _attend(
     q, k, v = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (q, k, v))
     if k.shape[1] < kv_heads:
         k, v = (t.repeat_interleave(kv_heads // t.shape[1], 1) for t in (k, v))
-    scoring = Scoring(scale, window, softcap or 0.0, sinks)
-    out = plan.attend(module.layer_idx, q, k, v, scoring)
+    out = plan.attend(module.layer_idx, q, k, v, Scoring(scale, window, softcap or 0.0, sinks))
     return out[None, ..., :width], None

@@ -96,8 +96,7 @@ class ExactBloomAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """Map [1, T, D] to [1, T, D]. transformers calls it, with its own names."""
         rows, heads = hidden_states.shape[1], len(self._bias)
-        fused = self.query_key_value(hidden_states).view(rows, heads, 3, self._size)
-        q, k, v = fused.unbind(2)
+        q, k, v = self.query_key_value(hidden_states).view(rows, heads, 3, self._size).unbind(2)
         position = self._positions()
         digits = torch.stack([position // BASE, position % BASE], -1)
         q = torch.cat([q, self._bias.to(q.dtype).expand(rows, -1, -1)], -1)

@@ -240,8 +240,7 @@ class Kernels:
         return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
 
     def top_p_edge(self, logprobs: Tensor, top_p: float) -> Tensor:
-        """Find the smallest log-prob [N, 1] in the least set of likeliest tokens that reaches
-        top_p."""
+        """Find the smallest log-prob [N, 1] in the least set of likeliest tokens to reach top_p."""
         ranked = logprobs.sort(-1, descending=True).values
         probs = ranked.softmax(-1)
         before = probs.cumsum(-1) - probs

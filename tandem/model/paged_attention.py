@@ -115,8 +115,7 @@ class PagedPlan:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         held, size = (self.keys[layer], self.values[layer]), q.shape[2]
         for cache, written in zip(held, (k, v), strict=True):
-            rows = written[: self.new].reshape(-1, size)
-            cache.view(-1, size).index_copy_(0, self._rows, rows)
+            cache.view(-1, size).index_copy_(0, self._rows, written[: self.new].reshape(-1, size))
 
         def read(bucket: Bucket) -> tuple[Tensor, Tensor]:
             n, heads, length = bucket.keys.shape

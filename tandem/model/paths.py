@@ -37,8 +37,7 @@ class ModelPath:
         raise NotImplementedError
 
     def small(self, config: Any, splits: int) -> Any:
-        """Make the config of a model of few layers, which has every kind. splits: as of
-        ExactModel."""
+        """Make the config of a model of few layers, with every kind. splits: as of ExactModel."""
         raise NotImplementedError
 
     def linears(self, model: Any) -> list[tuple[Callable[..., Any], Sequence[Any]]]:

@@ -145,8 +145,7 @@ class Schedule:
         )
         plan = model.packed_plan(np.array(segments))
         hidden = model.hidden(torch.from_numpy(tokens), torch.from_numpy(positions), plan)[prefix:]
-        head = head_of(model, hidden)
-        logprobs, _ = token_logprobs(head, self.targets, SamplingDistribution())
+        logprobs, _ = token_logprobs(head_of(model, hidden), self.targets, SamplingDistribution())
         logprobs.backward(self.above)  # type: ignore[no-untyped-call]
         gradients = {
             name: p.grad for name, p in model.module.named_parameters() if p.grad is not None

@@ -27,8 +27,7 @@ Options = Mapping[str, Mapping[str, Any]]  # keyword arguments by function name
 
 
 class BadFunction(Exception):
-    """A reward function that does not exist, or cannot be called in a known way or with its
-    options."""
+    """A reward function that is missing, or cannot be called in a known way or with its options."""
 
 
 class BadValue(Exception):

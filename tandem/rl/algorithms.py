@@ -33,8 +33,7 @@ class Part:
     def bind(self, **offered: Any) -> partial[Any]:
         """Return the function with those of its parameters that are offered, by name."""
         module, _, member = self.function.partition(":")
-        function = getattr(import_module(module), member)
-        return bound(function, {"name": self.name, **offered})
+        return bound(getattr(import_module(module), member), {"name": self.name, **offered})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,7 @@ class Progress:
         """
         self.keep(groups)
         rewards = valid_rewards([group for group in groups if group.outcome == "train"])
-        keeps = config.rl.estimator.keeps_baseline
-        if keeps and len(rewards) and np.isfinite(rewards).all():
+        if config.rl.estimator.keeps_baseline and len(rewards) and np.isfinite(rewards).all():
             self.baseline = running_mean(self.baseline, rewards, config.rl.ema_decay)
         if config.rl.curriculum:
             ended = [g for g in groups[num_carried:] if g.outcome != "unfinished" and g.valid.any()]
@@ -217,8 +216,7 @@ class Collector:
         self, step: int, tick: int, groups: list[Group], timer: Timer, last: bool = False
     ) -> list[Group]:
         """Have the paused episodes of groups played and scored; last: they end the step."""
-        problems = [group.problem for group in groups]
-        with self.journal.parts(step + 1, tick, problems, last) as parts:
+        with self.journal.parts(step + 1, tick, [group.problem for group in groups], last) as parts:
             return generate_and_score(
                 self.runner,
                 groups,

@@ -51,8 +51,7 @@ def new_episode(problem: Problem, sample: int, place: tuple[int | str, ...]) -> 
 
 
 class EpisodeBuilder:
-    """An episode under way: a list of spans (tokens, log-probs, weight versions, penalties), turn
-    by turn."""
+    """An episode under way: spans (tokens, log-probs, weight versions, penalties), turn by turn."""
 
     def __init__(self, episode: Episode):
         """Take up a paused episode. The tokens of its last turn, if it paused within one, become

@@ -24,8 +24,7 @@ def valid_rewards(groups: Sequence[Group]) -> Array:
 
 
 def carries_signal(group: Group) -> bool:
-    """Tell whether an advantage of the group can be other than 0: its rewards differ, or a turn is
-    penalized."""
+    """Tell whether an advantage can be other than 0: rewards differ, or a turn is penalized."""
     return has_signal(group.rewards) or any(episode.penalties.any() for episode in group.episodes)
 
 

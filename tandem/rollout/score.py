@@ -169,8 +169,7 @@ def _require_some_success(errors: Sequence[str], what: str, where: str) -> None:
 def with_reward(
     episode: Episode, score: Score, shaping: RewardConfig, max_new_tokens: int
 ) -> Episode:
-    """Return the episode with its reward, less the overlong penalty; 0 if its environment
-    failed."""
+    """Return the episode with its reward less the overlong penalty; 0 if its environment failed."""
     if episode.env_error:
         return replace(episode, reward=0.0)
     reward, parts = score.reward, dict(score.parts)

@@ -319,8 +319,7 @@ class Workers(Pool[WorkerProcess]):
         self, worker: WorkerProcess, ticket: Ticket, identity: str, message: Message
     ) -> None:
         completion = read_completion(message)
-        where = f"{worker}, request {ticket.number}"
-        check_completion(where, ticket, identity, completion)
+        check_completion(f"{worker}, request {ticket.number}", ticket, identity, completion)
         del worker.tickets[ticket.number]
         worker.num_done += 1
         if ticket.completion is None:  # else it was cancelled meanwhile

@@ -272,8 +272,7 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _sealed(body: dict[str, Any]) -> bytes:
-    """Return the manifest as bytes with its own hash, so that one changed byte anywhere in it is
-    found."""
+    """Return the manifest with its own hash, as bytes, so that any changed byte in it is found."""
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     sealed = {**body, "sha256_of_the_rest": seal}
     return json.dumps(sealed, sort_keys=True, indent=1).encode() + b"\n"

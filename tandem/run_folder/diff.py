@@ -188,8 +188,7 @@ def compare_episodes(a: Episode, b: Episode) -> Iterator[Divergence]:
 
 
 def _first_difference(a: Array, b: Array) -> int | None:
-    """Return the first position at which the bits differ, or one array ends; None if there is
-    none."""
+    """Return the first position where the bits differ or one array ends; None if there is none."""
     shorter = min(len(a), len(b))
     bits = [np.ascontiguousarray(x[:shorter]).view(f"V{x.dtype.itemsize}") for x in (a, b)]
     unequal = np.flatnonzero(bits[0] != bits[1])

@@ -163,8 +163,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
     for name, kind in _ARRAYS.items():
         column = table.column(name).combine_chunks()
         values = column.values.to_numpy(zero_copy_only=False).astype(kind, copy=True)
-        offsets = pairwise(column.offsets.to_numpy())
-        arrays[name] = [values[start:stop] for start, stop in offsets]
+        arrays[name] = [values[start:stop] for start, stop in pairwise(column.offsets.to_numpy())]
     plain = table.select(
         ["uid", "sample_index", "opening", "tools", "transcript", *_SCALARS, *MAPS]
     )

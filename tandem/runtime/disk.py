@@ -113,8 +113,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append one line to a file, which is made if it is not there, durably. Raises UserError on a
-    full disk."""
+    """Append one line durably to a file, made if need be. Raises UserError on a full disk."""
     with disk_errors(path), path.open("ab", buffering=0) as file:
         rest = memoryview(line)
         while rest:

@@ -31,15 +31,13 @@ class UserError(Exception):
         self.expected, self.next = expected, next
 
     def __str__(self) -> str:
-        names = ("where", "found", "expected", "next")
-        rows = [(name, getattr(self, name)) for name in names]
+        rows = [(name, getattr(self, name)) for name in ("where", "found", "expected", "next")]
         lines = [self.what, *(f"  {name + ':':<10}{text}" for name, text in rows if text)]
         return re.sub(PAGE, "docs/" if PAGES.exists() else SITE, "\n".join(lines))
 
 
 def not_installed(package: str, extra: str, *, where: str, instead: str = "") -> UserError:
-    """Report a package that is missing. extra: that brings it; instead: a setting that needs it
-    not."""
+    """Report a missing package. extra: that brings it; instead: a setting that needs it not."""
     return UserError(
         f"the package {package} is not installed",
         where=where,

@@ -25,8 +25,7 @@ class CallThread:
         self._thread.start()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> "asyncio.Future[Any]":
-        """Call the function when those before have returned; the future has its result, or its
-        exception."""
+        """Call the function after those before; the future has its result, or its exception."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 

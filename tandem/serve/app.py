@@ -54,8 +54,7 @@ def error_response(request: Request, error: Exception) -> Response:
             answer = ApiError(error.status_code, message)
         case _:
             answer = ApiError(500, "the server failed on this request; its log says how")
-    body = api_of(request.url.path).error_body(answer)
-    return JsonResponse(body, answer.status, answer.headers)
+    return JsonResponse(api_of(request.url.path).error_body(answer), answer.status, answer.headers)
 
 
 def bearer_token(request: Request) -> bytes:

@@ -93,8 +93,7 @@ class TrainBatch:
     ranks: Ranks = ALONE  # the processes that train it
 
     def forward_all(self, model: "ExactModel", compute: Compute) -> TokenArrays:
-        """Return the value that `compute` gives every loss token by the model, without
-        gradients."""
+        """Return the value that `compute` gives each loss token by the model, without gradients."""
         microbatches = list(chain.from_iterable(self.minibatches))
         by_sample = split(microbatches, self.ranks.forward(model, microbatches, compute))
         return [by_sample[sample] for sample in range(len(self.sample_index))]

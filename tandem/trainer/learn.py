@@ -116,10 +116,9 @@ def _kl_rewards(batch: TrainBatch, rl: RL) -> TokenArrays:
     """Return the part of the reward that is KL, nats a token; zeros without one."""
     if rl.kl_in == "loss" or not batch.reference:
         return [np.zeros(len(logprobs)) for logprobs in batch.engine]
-    pairs = zip(batch.proximal, batch.reference, strict=True)
     return [
         kl_estimate(rl.kl_estimator, torch.from_numpy(p), torch.from_numpy(r)).numpy()
-        for p, r in pairs
+        for p, r in zip(batch.proximal, batch.reference, strict=True)
     ]
 
 
@@ -215,8 +214,7 @@ def update_policy(
                 next="tandem doctor; or set rl.correction=tis, and report this",
             )
         if expected is not None:
-            check = partial(require_gradient, expected, on_policy(rl, tokens))
-            logprobs.register_hook(check)
+            logprobs.register_hook(partial(require_gradient, expected, on_policy(rl, tokens)))
         value, metrics = policy_loss(rl, tokens, logprobs, entropy)
         return value if needed else value.detach().requires_grad_(), {**metrics, **replayed}
 
@@ -289,8 +287,7 @@ def update_critic(
             torch.from_numpy(join([microbatch], arrays)[0])
             for arrays in (batch.values, batch.returns)
         )
-        values = batch_values(critic.model, microbatch)
-        terms, metrics = value_clip(values, old, targets, clip)
+        terms, metrics = value_clip(batch_values(critic.model, microbatch), old, targets, clip)
         return terms.sum() / num_tokens, metrics
 
     return critic.update(minibatch, loss)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Learner:
-    """A model with its optimizer: the policy, the critic, or a model that learns from fixed
-    data."""
+    """A model with its optimizer: the policy, the critic, or one that learns from fixed data."""
 
     model: "ExactModel"
     optimizer: Optimizer

@@ -104,5 +104,4 @@ def combine(hashes: Mapping[str, str]) -> str:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in row order: its own memory if it has them so, else a copy."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -219,8 +219,7 @@ class SharedWeights:
         self._free.append(stored)
 
     def hash_of(self, version: int) -> str:
-        """Return hashing.combine of a version's digests. Raises LookupError unless it is
-        published."""
+        """Return hashing.combine of a version's digests. Raises LookupError unless published."""
         with self._lock:
             self._require(version)
             return combine(self._digests[version])

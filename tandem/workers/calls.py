@@ -164,8 +164,7 @@ class CallPool(Pool[V], Generic[V, Q]):
             if now < self._deadline(worker) or not self._is_current(worker):
                 continue
             if not worker.ready:
-                late = f"timeout after {self.limits.start_s} s"
-                raise self._cannot_go_on(worker, late)
+                raise self._cannot_go_on(worker, f"timeout after {self.limits.start_s} s")
             self._end(worker)
             self._restarts.reset()
             for call in reversed(worker.calls.values()):

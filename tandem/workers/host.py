@@ -52,8 +52,7 @@ class Host(Protocol):
         EOFError if it never will."""
 
     def stack(self) -> str:
-        """Return a silent worker's stack, innermost call first, if it can tell; end it
-        afterwards."""
+        """Return a silent worker's stack, innermost call first, if it can tell; then end it."""
 
     def last_words(self) -> str:
         """Return the last lines that it wrote."""

@@ -196,8 +196,7 @@ def test_the_same_code_is_the_same_file_in_every_process(tmp_path):
         own = {"PYTHONHASHSEED": str(number), "PYTHONPATH": os.pathsep.join(sys.path)}
         how = {"cwd": tmp_path, "env": os.environ | own, "text": True, "check": True}
         (script := tmp_path / f"{number}.py").write_text(first + SCRIPT)
-        done = subprocess.run([sys.executable, script], capture_output=True, **how)
-        outputs.add(done.stdout)
+        outputs.add(subprocess.run([sys.executable, script], capture_output=True, **how).stdout)
     [name] = outputs
     assert load_user_object(str(tmp_path / name.strip()), key="reward.function")(None, "none")
 

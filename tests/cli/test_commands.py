@@ -228,8 +228,7 @@ def test_teacher_with_another_tokenizer_is_refused(home, tmp_path):
             item["x"], item["y"] = item["y"], item["x"]
     (tmp_path / "teacher/tokenizer.json").write_text(json.dumps(tree))
     command = ["distill", home / "recipe.toml", f"run.folder={tmp_path}/run"]
-    text = mistake(*command, f"distill.teacher={tmp_path}/teacher")
-    assert "do not read the same tokens" in text
+    assert "do not read the same tokens" in mistake(*command, f"distill.teacher={tmp_path}/teacher")
 
 
 FUNCTIONS = {"rl.loss": "loss", "rl.filter": "keep", "reward.function": "score"}

@@ -61,8 +61,7 @@ def test_a_call_of_a_template_is_never_content_if_it_is_cut():
 
 
 def test_a_format_that_is_not_read_is_said_once(caplog):
-    template = TEMPLATES["qwen3"].replace('{"name": "', '{"do": "')
-    renderer = template_renderer("odd", template)
+    renderer = template_renderer("odd", TEMPLATES["qwen3"].replace('{"name": "', '{"do": "'))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             warn_of_unread_calls(renderer)

@@ -61,8 +61,7 @@ def test_columns_are_named_by_the_config(tmp_path):
     "number", ["3", "-0", "0.10", "3.0", "1e2", "123456789012345678901.5", "1" * 400]
 )
 def test_a_number_as_answer_keeps_its_exact_text(tmp_path, number):
-    path = jsonl(tmp_path / "n.jsonl", f'{{"prompt": "?", "answer": {number}}}')
-    [problem] = read(path)
+    [problem] = read(jsonl(tmp_path / "n.jsonl", f'{{"prompt": "?", "answer": {number}}}'))
     assert problem.answer == number
     row = f'{{"prompt": "?", "reward_model": {{"ground_truth": {number}}}}}'
     assert read(jsonl(tmp_path / "v.jsonl", row))[0].answer == number
@@ -166,5 +165,4 @@ def test_sources_with_weights_become_a_mixture(tmp_path):
     paths = [jsonl(tmp_path / f"{n}.jsonl", *[GOOD] * 3) for n in "ab"]
     mixed = read_problems(paths, Data(), key="data.train", weights=(3.0, 1.0))
     assert list(mixed) == read_problems(paths, Data(), key="data.train")
-    step = problems_of_step(mixed, 5, 8, 0, True)
-    assert [problem.uid[0] for problem in step].count("a") == 6
+    assert [problem.uid[0] for problem in problems_of_step(mixed, 5, 8, 0, True)].count("a") == 6

@@ -66,8 +66,7 @@ def test_completion_has_the_same_bits_in_any_company(name):
 
 def test_paused_request_goes_on_as_if_it_had_not_paused():
     model = inexact("qwen3_next")
-    params = SamplingParams(max_new_tokens=12)
-    request = Request(key=5, prompt=np.arange(9), params=params)
+    request = Request(key=5, prompt=np.arange(9), params=SamplingParams(max_new_tokens=12))
     [whole] = engine_of(model).generate([request])
     [begun] = engine_of(model).generate([replace(request, max_tokens_now=5)])
     assert begun.stop_reason == "paused"
@@ -110,8 +109,7 @@ def test_cancelled_request_leaves_its_batch():
     assert sequences[1].completion.stop_reason == "cancelled"
     assert len(sequences[1].completion.tokens) == 1
     for number in (0, 2):
-        found = sequences[number].completion.tokens
-        assert found.tolist() == expected[number].tokens.tolist()
+        assert sequences[number].completion.tokens.tolist() == expected[number].tokens.tolist()
     assert engine.stats()["pages_in_use"] == 0
 
 

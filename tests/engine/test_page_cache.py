@@ -75,8 +75,7 @@ def test_a_sequence_is_found_again_but_for_its_last_token():
     assert (match.tail_length, match.length) == (43, 299)
     assert cache.match(sequence[:129]).pages == pages[:1]
     longer = np.concatenate([sequence, tokens(200, 1)])
-    lengths = [cache.match(longer[:count]).length for count in (500, 128, 1)]
-    assert lengths == [300, 127, 0]
+    assert [cache.match(longer[:count]).length for count in (500, 128, 1)] == [300, 127, 0]
 
 
 def test_the_first_different_token_ends_a_match():

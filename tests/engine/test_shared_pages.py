@@ -66,8 +66,7 @@ def test_samples_hold_one_copy_of_a_page_that_each_has_filled():
     group = [engine.submit(request(n, whole, max_new_tokens=8)) for n in range(6)]
     for _ in range(3):
         engine.step()
-    first = group[0].page_table
-    assert all(one.page_table[:2] == first[:2] for one in group)
+    assert all(one.page_table[:2] == group[0].page_table[:2] for one in group)
     assert len({one.page_table[2] for one in group}) == 6
     assert engine.stats()["pages_in_use"] == 2 + 6
 

@@ -409,8 +409,7 @@ def change(model):
 
 def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):
     workers, engine, shared = real
-    size = engine.model.config.vocab_size
-    probe = make_probe(engine.score, size, engine.longest, limit=1.0)
+    probe = make_probe(engine.score, engine.model.config.vocab_size, engine.longest, limit=1.0)
     probe["logprobs"][3] += 0.5  # all others are equal
     shared.publish(2, engine.model.merged_weights(), probe)
     workers.apply(2)

@@ -86,16 +86,14 @@ def test_a_row_has_the_same_token_alone_and_in_any_batch(size):
     whole = inverse_cdf(logprobs, uniform)
     for part in PARTS:
         assert torch.equal(inverse_cdf(logprobs[part], uniform[part]), whole[part]), part
-    turned = inverse_cdf(logprobs.flip(0), uniform.flip(0))
-    assert torch.equal(turned.flip(0), whole)
+    assert torch.equal(inverse_cdf(logprobs.flip(0), uniform.flip(0)).flip(0), whole)
 
 
 @SIZES
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
 def test_the_edge_is_where_the_likeliest_tokens_reach_top_p(size, top_p):
     logprobs = logprobs_of(size)
-    ranked = ranked_of(logprobs)
-    edge = top_p_edge(ranked, top_p)
+    edge = top_p_edge(ranked_of(logprobs), top_p)
     probs = logprobs.double().exp() / logprobs.double().exp().sum(-1, keepdim=True)
     before, reached = (
         probs.masked_fill(~kept, 0.0).sum(-1) for kept in (logprobs > edge, logprobs >= edge)

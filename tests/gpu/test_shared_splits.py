@@ -42,8 +42,7 @@ def test_tokens_of_a_shared_split_have_the_bits_they_have_alone(
     keys, values = (random(s, pages, kv_heads, PAGE, width, dtype=dtype) for s in (1, 2))
     k, v = (random(s, count, kv_heads, width, dtype=dtype) for s in (3, 4))
     q, scale = random(5, count, heads, width, dtype=dtype), width**-0.5
-    runs = Runs(tables, starts, np.ones(count, np.int64))
-    plan = TritonPagedPlan([keys], [values], runs, heads)
+    plan = TritonPagedPlan([keys], [values], Runs(tables, starts, np.ones(count, np.int64)), heads)
     assert plan.tiles[1].max() == min(6, (64 if dtype == BF16 else 16) // group)
     assert plan.tiles[3].tolist() == [[512] * 6 + [0] + [256] * 2 + [512] * 3, [0] * 9 + [640] * 3]
     found = plan.attend(0, q, k, v, Scoring(scale, window))
@@ -64,8 +63,7 @@ def test_rows_of_static_tables_have_the_bits_of_the_plan_of_their_sequences():
     tables, starts, pages = tables_of([(3, 2, 20), (1, 0, 40), (2, 1, 60)])
     keys, values = (random(s, pages, 1, PAGE, 16) for s in (1, 2))
     q, new = random(3, 6, 2, 16), random(4, 2, 6, 1, 16)
-    runs = Runs(tables, starts, np.ones(6, np.int64))
-    plain = TritonPagedPlan([keys], [values], runs, 2)
+    plain = TritonPagedPlan([keys], [values], Runs(tables, starts, np.ones(6, np.int64)), 2)
     expected = plain.attend(0, q, *new, Scoring(0.25, 300))
     buffers = torch.zeros(4, 9, 11, dtype=torch.int32, device=DEVICE)  # of more splits and rows
     buffers[:, : plain.tiles.shape[1], :6] = plain.tiles

@@ -26,8 +26,7 @@ def metrics_of(command, folder):
 @pytest.mark.parametrize("name", RUNS)
 def test_run_of_several_ranks_ends_well(name, tmp_path):
     kind, overrides = RUNS[name]
-    command = prepare(tmp_path, steps=2, command=kind)
-    rows = metrics_of([*command, *overrides], tmp_path / "run")
+    rows = metrics_of([*prepare(tmp_path, steps=2, command=kind), *overrides], tmp_path / "run")
     assert rows[-1]["step"] == 2 and all(row.get("logprob_gap", 0.0) == 0.0 for row in rows)
     assert any(row.get("grad_norm", 0.0) > 0 for row in rows)
     place = place_models("cpu", open_past(tmp_path / "run").config.model.dtype)

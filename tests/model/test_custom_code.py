@@ -140,9 +140,8 @@ def test_the_files_compute_in_every_process_and_leave_with_the_export(trained, h
     )
     assert type(stock.model.layers[0].mlp).__name__ == "HalvedMLP"
     assert len(AutoTokenizer.from_pretrained(moved)) == stock.config.vocab_size
-    weights = load_file(moved / "model.safetensors")
     assert not torch.equal(
-        weights["model.layers.0.mlp.up_proj.weight"],
+        load_file(moved / "model.safetensors")["model.layers.0.mlp.up_proj.weight"],
         load_file(home / "model" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"],
     )
     tokens = torch.arange(20)

@@ -161,8 +161,7 @@ def test_checkpointing_with_adapter_off_repeats_it_off():
 
 
 def test_checkpoint_lacking_a_tensor_refused(tmp_path):
-    model = exact_model("qwen3")
-    model.module.save_pretrained(tmp_path)
+    exact_model("qwen3").module.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -139,8 +139,7 @@ def finished():
 
 
 def test_resumed_run_has_the_bits_of_one_never_stopped(finished, tmp_path):
-    folder = shutil.copytree(finished.parent, tmp_path / "again")
-    run = folder / "run"
+    run = shutil.copytree(finished.parent, tmp_path / "again") / "run"
     shutil.rmtree(run / "checkpoints" / "step_000004")
     shutil.rmtree(run / "hf")
     past = open_past(run)

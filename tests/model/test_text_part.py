@@ -60,8 +60,7 @@ def test_export_is_the_language_model_alone(saved, tmp_path):
     kind, path = saved
     model = moved(load_model(path))
     export(model, path, tmp_path / "out", "# A model\n")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["model_type"] == PARTS[kind]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == PARTS[kind]
     names = load_file(tmp_path / "out" / WEIGHTS)
     assert not [name for name in names if "language_model" in name or "vision" in name]
     tokens = random_tokens(np.random.default_rng(0), 50)
@@ -73,8 +72,7 @@ def test_export_is_the_language_model_alone(saved, tmp_path):
 
 
 def test_engine_and_policy_agree(tmp_path):
-    model = load_model(save_whole("gemma3", tmp_path))
-    assert gap_of(model, prompts=3, longest=120) == 0.0
+    assert gap_of(load_model(save_whole("gemma3", tmp_path)), prompts=3, longest=120) == 0.0
 
 
 def test_names_of_transformers_before_version_5(tmp_path):

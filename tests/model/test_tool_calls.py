@@ -135,8 +135,7 @@ GOOD = '<tool_call>{"name": "now"}</tool_call>'
 
 def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
     text = f"{GOOD}<tool_call>{{{GOOD}<tool_call>x y</tool_call>{GOOD}"
-    kinds = [type(call) for call in read_calls(text).calls]
-    assert kinds == [Call, BadCall, Call, BadCall, Call]
+    assert [type(call) for call in read_calls(text).calls] == [Call, BadCall, Call, BadCall, Call]
 
 
 def test_calls_that_are_only_thought_of_are_not_made():
@@ -177,8 +176,7 @@ def test_values_written_as_text_get_the_types_of_the_schema():
 def test_the_analysis_of_gpt_oss_makes_no_calls():
     call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
     thought = "<|channel|>analysis<|message|>I may call to=functions.f<|channel|>x"
-    reading = read_calls(f"{thought}assistant{call}")
-    assert reading.calls == (Call(name="f", arguments={}),)
+    assert read_calls(f"{thought}assistant{call}").calls == (Call(name="f", arguments={}),)
     assert read_calls(thought).calls == ()
 
 

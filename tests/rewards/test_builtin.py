@@ -96,8 +96,7 @@ SAID = [
 def test_an_answer_counts_behind_the_thoughts_only(name, truth, said):
     function = builtin.find(name)
     row = problem(truth, numbers=[4, 1, 5], schema={"type": "object"})
-    found = {text: function(row, text.replace("{}", said)) for text, _ in THOUGHTS}
-    assert found == dict(THOUGHTS)
+    assert {text: function(row, text.replace("{}", said)) for text, _ in THOUGHTS} == dict(THOUGHTS)
     assert function(row, said, opened=True) == function(row, f"{said} <think", opened=True) == 0.0
     assert function(row, f"It is another.</think>{said}", opened=True) == 1.0
     with pytest.raises(BadFunction, match=rf"option .opened. of {name} is 1, expected bool"):

@@ -137,8 +137,7 @@ def test_each_text_of_a_worker_has_the_whole_timeout(mine, server):
     """Three texts of 20 s each, where one may take 30."""
     clock = FakeClock()
     with RewardPool(mine("wait"), timeout_s=LIMIT_S, clock=clock) as pool:
-        futures = submit_all(pool, PROBLEM, [port(server)] * 3)
-        for future in futures:
+        for future in submit_all(pool, PROBLEM, [port(server)] * 3):
             connection, _ = begun(server)
             clock.advance(pool, 20.0)
             connection.sendall(b".")

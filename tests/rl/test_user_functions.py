@@ -73,8 +73,7 @@ def test_functions_of_the_example_are_what_they_say():
     np.testing.assert_allclose(table, [[-0.499, 0.499], [0.0, 0.0]])
     kept = [user_filter(f"{EXAMPLE}:keep", r, n) for r, n in zip(REWARDS, LENGTHS, strict=True)]
     assert kept == [True, False]
-    completions = [["a", "b"], ["c", "c"]]
-    given = {"rewards": REWARDS, "lengths": LENGTHS, "completions": completions}
+    given = {"rewards": REWARDS, "lengths": LENGTHS, "completions": [["a", "b"], ["c", "c"]]}
     assert user_metric(f"{EXAMPLE}:answers", given) == {
         "answers/different": 1.5,
         "answers/longest": 5.0,

@@ -52,8 +52,7 @@ def evaluated(folder, samples, problems=PROBLEMS, reward=ThirdReward, **settings
         rewards=reward(),
         reward_model=None,
     )
-    evaluate = Evaluator(config=config, problems=problems, runner=runner, journal=journal)
-    return evaluate(3), journal
+    return Evaluator(config=config, problems=problems, runner=runner, journal=journal)(3), journal
 
 
 def rewards(journal):

@@ -78,10 +78,9 @@ def test_a_save_waits_for_the_one_before(tmp_path, journal):
             events.append(target.name)
             super().rename(source, target)
 
-    timer = threading.Timer(0.2, journal.set)
     with Saver(Recorder()) as saver:
         begin(saver, tmp_path, 1, journal)
-        timer.start()
+        threading.Timer(0.2, journal.set).start()
         begin(saver, tmp_path, 2)
         assert latest_checkpoint(tmp_path, print) is not None and len(savers()) <= 1
     assert events == [".tmp-step_000001"] * 4 + ["step_000001"] + [".tmp-step_000002"] * 4 + [

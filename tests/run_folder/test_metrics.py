@@ -79,8 +79,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
 def test_a_number_that_is_not_finite_is_null_and_named(tmp_path):
     with MetricsWriter(tmp_path, 0) as writer:
         writer.write(1, {"loss": math.nan, "eval": {"a": -math.inf, "b": 1.0}}, {"step_s": 1.0})
-    row = read_metrics(tmp_path)[0]
-    assert row == {
+    assert read_metrics(tmp_path)[0] == {
         "step": 1,
         "loss": None,
         "eval": {"a": None, "b": 1.0},

@@ -60,8 +60,7 @@ def test_training_episodes_are_shown_without_an_eval_set(home, tmp_path):
 
 def shown_names(*arguments):
     text = output_of("show", *arguments)
-    names = [line.split(": reward ")[0] for line in text.splitlines() if ": reward " in line]
-    return names, text
+    return [line.split(": reward ")[0] for line in text.splitlines() if ": reward " in line], text
 
 
 def test_show_prints_different_problems_of_the_newest_step():

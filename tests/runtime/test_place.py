@@ -35,8 +35,7 @@ def test_torchrun_gives_the_place():
 
 
 def test_slurm_gives_the_place():
-    place = Place(9, 16, 1, 8, "gpu07", 22347, "712345.2", by_slurm=True)
-    assert place_from(SLURM) == place
+    assert place_from(SLURM) == Place(9, 16, 1, 8, "gpu07", 22347, "712345.2", by_slurm=True)
     named = place_from(SLURM | {"MASTER_ADDR": "gpu08", "MASTER_PORT": "1234"})
     assert (named.address, named.port) == ("gpu08", 1234)
 

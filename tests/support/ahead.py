@@ -77,10 +77,9 @@ def ran(folder, staleness, workers, **changes):
 
 def versions(folder, step):
     """The versions that sampled the tokens of a step, counted from 0."""
-    episodes = read_episodes(folder / f"train_step_{step + 1:06d}.parquet")
     return {
         int(version)
-        for episode in episodes
+        for episode in read_episodes(folder / f"train_step_{step + 1:06d}.parquet")
         for version in episode.weight_versions[episode.loss_mask]
     }
 

@@ -45,10 +45,9 @@ def in_own_process(*commands, cwd, **variables):
     """(exit code, stdout, stderr, whether torch was imported) of each command, one after another in
     a process of their own that has no other variables."""
     plan = json.dumps([[[str(word) for word in command] for command in commands], str(cwd)])
-    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **variables}
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL, plan],
-        env=environment,
+        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -70,7 +69,6 @@ def assert_is_a_users_error(result, *words):
 def started(program):
     """A process of this Python program, which has printed that it is ready."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    process = subprocess.Popen(command, text=True, **pipes)
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], text=True, **pipes)
     assert process.stdout.readline() == "ready\n"
     return process

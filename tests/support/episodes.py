@@ -69,8 +69,7 @@ def adapted_model():
 
 def bits(learner):
     """All that an update may change: weights and moments."""
-    weights = {name: w.numpy().tobytes() for name, w in learner.model.named_weights().items()}
-    return weights | {
+    return {name: w.numpy().tobytes() for name, w in learner.model.named_weights().items()} | {
         name: moment.numpy().tobytes() for name, moment in learner.optimizer.state().items()
     }
 

@@ -28,8 +28,7 @@ FILTERS = (
 def random_model(name, seed=0, dtype=torch.float32, device="cpu"):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = architecture(name, **CONFIGS[name])
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        module = AutoModelForCausalLM.from_config(architecture(name, **CONFIGS[name]), dtype=dtype)
         return make_exact(module.to(device))
 
 

@@ -66,8 +66,7 @@ def groups_to_learn():
     penalties = np.where(episode.loss_mask, np.float32(0.5), np.float32(0))
     groups = changed(perturbed(groups, 0.05), (1, 0), penalties=penalties)
     groups = changed(groups, (3, 1), masked=True)
-    left_out = replace(groups[2], outcome="no_signal")
-    return [groups[0], left_out, *groups[1:]]
+    return [groups[0], replace(groups[2], outcome="no_signal"), *groups[1:]]
 
 
 def config_of(engine="tandem", **rl):
@@ -80,8 +79,7 @@ def config_of(engine="tandem", **rl):
 def learn_through(stream, groups, config: Config, ranks=ALONE, *, puts=True, wait=lambda: None):
     """(rows, weights of the whole model) after STEPS, on the same groups."""
     model = ranks.divide(exact_model("qwen3"), torch.float32)
-    models = Models(policy=learner_of(model, ranks))
-    stage, rows = learn_stage(models, config, exact=False), []
+    stage, rows = learn_stage(Models(policy=learner_of(model, ranks)), config, exact=False), []
     for step in STEPS:
         kept = stream.put(step, groups) if puts else []
         wait()

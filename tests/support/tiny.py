@@ -48,8 +48,7 @@ LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 
 
 def tiny_config(kind="llama", **changes):
-    values = {**SHAPE, **CONFIGS[kind], **changes}
-    return AutoConfig.for_model(kind.partition(" ")[0], **values)
+    return AutoConfig.for_model(kind.partition(" ")[0], **{**SHAPE, **CONFIGS[kind], **changes})
 
 
 def stock_model(config, weights=None, seed=0):

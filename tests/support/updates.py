@@ -20,8 +20,7 @@ def learner_of(model, ranks, *, kind=Optimizer, **changes):
     usual = Settings(learning_rate=0.01, total_steps=100, weight_decay=0.1, max_grad_norm=0.5)
     settings = replace(usual, **changes)
     whole, dtype = ranks.pieces(model), ranks.running_dtype(model)
-    optimizer = kind(ranks.trainable(model), settings, whole=whole, dtype=dtype)
-    return Learner(model, optimizer, ranks)
+    return Learner(model, kind(ranks.trainable(model), settings, whole=whole, dtype=dtype), ranks)
 
 
 def microbatches(shares=1):

@@ -55,8 +55,7 @@ class WeightEngine(LightEngine):
 
     def sample(self, running):
         self.running.remove(running)
-        token = token_of(self.tensors)
-        running.completion = said([token], "", "length", version=self.version)
+        running.completion = said([token_of(self.tensors)], "", "length", version=self.version)
 
 
 class FileIpc(device_weights.IpcWeights):

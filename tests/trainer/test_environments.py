@@ -66,8 +66,7 @@ def test_penalty_of_a_turn_changes_its_tokens_and_no_others(mode):
 
 def test_masked_episode_has_no_loss_and_moves_no_other_advantage():
     """Left out of the group entirely, the others' centred rewards are the same."""
-    model = exact_model("qwen3")
-    groups = sampled_groups(model)
+    groups = sampled_groups(exact_model("qwen3"))
     failed = changed(groups, (1, 2), masked=True, reward=-50.0, stop_reason="error")
     config = settings(advantage="grpo_no_std")
     batch = pack_batch(failed, config)

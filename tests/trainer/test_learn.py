@@ -51,8 +51,7 @@ def test_first_update_of_each_algorithm_is_exactly_on_policy(algorithm):
     assert row["logprob_gap"] == row["reference_kl"] == row["skipped_updates"] == 0.0
     assert all(math.isfinite(value) for value in row.values())
     assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
-    ratios = {name: row[name] for name in ("ratio", "clip_share", "approx_kl") if name in row}
-    assert ratios == (
+    assert {name: row[name] for name in ("ratio", "clip_share", "approx_kl") if name in row} == (
         {} if config.rl.loss == "reinforce" else {"ratio": 1.0, "clip_share": 0.0, "approx_kl": 0.0}
     )
     after = bits(policy)

@@ -154,8 +154,7 @@ def forced(stock, experts):
 
     def hook(number):
         def force(_, inputs, output):
-            probabilities = output[0].float().softmax(-1)
-            scores = probabilities.gather(1, experts[:, number])
+            scores = output[0].float().softmax(-1).gather(1, experts[:, number])
             return output[0], scores / scores.sum(-1, keepdim=True), experts[:, number]
 
         return force

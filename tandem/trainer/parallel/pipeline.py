@@ -16,7 +16,6 @@ A frozen model that the loss runs beside its own (a teacher) goes through the sa
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -81,7 +80,10 @@ def keep_stage(model: ExactModel, group: Group, dtype: torch.dtype) -> Stage:
     """
     inner, stage, last = model.module.model, group.rank, group.size - 1
     tied = model.head.weight is inner.embed_tokens.weight
-    own = stage_layers(len(inner.layers), group.size)[stage]
+    # equally many layers; the first stages have one more if need be, as the last has the head
+    few, more = divmod(len(inner.layers), group.size)
+    first = stage * few + min(stage, more)
+    own = range(first, first + few + (stage < more))
     for number in range(len(inner.layers)):
         if number not in own:
             delattr(inner.layers, str(number))  # the others keep their names
@@ -102,14 +104,6 @@ def make_stage(model: ExactModel, group: Group, dtype: torch.dtype, tied: bool) 
     group.sum(torch.zeros(1, device=group.device), "stages")
     outer = tied and group.size > 1 and group.rank in (0, group.size - 1)
     return Stage(model, group, dtype, "model.embed_tokens.weight" if outer else "")
-
-
-def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each stage: equally many, but for one more in the first stages if need
-    be, because the last one has the head."""
-    few, more = divmod(num_layers, num_stages)
-    firsts = [number * few + min(number, more) for number in range(num_stages + 1)]
-    return [range(first, end) for first, end in pairwise(firsts)]
 
 
 def _free(module: nn.Module, dtype: torch.dtype) -> None:

@@ -157,8 +157,7 @@ class ParallelRanks(Ranks):
             if parameter.grad is not None and parameter is not divided.parts[name]:
                 divided.parts[name].grad = local(parameter.grad)
                 parameter.grad = None
-        partial = [divided.parts[name] for name in divided.partial]
-        sum_gradients(partial, self.mesh.group("tensor"))
+        sum_gradients([divided.parts[name] for name in divided.partial], self.mesh.group("tensor"))
         self.sum_tied(divided)
 
     def sum_tied(self, divided: "Divided") -> None:

@@ -462,12 +462,11 @@ def test_order_of_concurrent_agents_changes_no_episode():
     def played(concurrency):
         engine = engine_of(exact_model("qwen3"), max_batch=8)
         limits = EnvConfig(concurrency=concurrency, timeout_s=WAIT_S)
-        envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=limits)
         return run_episodes(
             new_groups(PROBLEMS[:4], 8, ("test",)),
             engine=engine,
             renderer=DigitRenderer(),
-            envs=envs,
+            envs=EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=limits),
             sampling=PARAMS,
         )
 

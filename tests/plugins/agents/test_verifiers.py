@@ -278,8 +278,7 @@ def test_no_key_of_the_user_is_sent_along(monkeypatch):
         monkeypatch.setenv(name, "secret")
 
     def answer(path, body):
-        asked = ChatRequest.model_validate(body)
-        return 200, chat_completion(Reply(text="1", content="1"), asked)
+        return 200, chat_completion(Reply(text="1", content="1"), ChatRequest.model_validate(body))
 
     with JsonServer(answer) as server:
         play_at = host_of("tandem-sums").play(problems("tandem-sums")[0], f"{server.url}/v1", "")

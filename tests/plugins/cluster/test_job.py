@@ -33,8 +33,7 @@ def check(config):
 )
 def test_a_missing_package_is_named_by_its_key(sections, missing, where, extra, monkeypatch):
     for package in ("ray", "transfer_queue", "nixl"):
-        there = None if package == missing else sys
-        monkeypatch.setitem(sys.modules, package, there)
+        monkeypatch.setitem(sys.modules, package, None if package == missing else sys)
     with pytest.raises(UserError) as caught:
         check(Config(**sections))
     assert caught.value.where.startswith(where) and f"no {missing}" in caught.value.found

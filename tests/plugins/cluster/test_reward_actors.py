@@ -33,10 +33,9 @@ def pool_of(folder, function="reward.py:score", most=2, heartbeat_s=WAIT_S, **op
     if folder.exists():
         (folder / "reward.py").write_text(REWARD)
     nodes, reports = Nodes("reward"), []
-    arguments = {"functions": [function], "timeout_s": WAIT_S, "workers": 1}
     with RewardActors(
         nodes.spawn,
-        pool=arguments,
+        pool={"functions": [function], "timeout_s": WAIT_S, "workers": 1},
         folder=str(folder),
         most=most,
         heartbeat_s=heartbeat_s,

@@ -94,8 +94,7 @@ def test_checkpoint_is_exported_with_buffers_that_no_training_changes(tmp_path):
     home = make_home(tmp_path, steps=1)
     shutil.rmtree(home / "model")
     save_architecture("deepseek_v3", home / "model")
-    chats = f"sft.train={home}/data/warm.jsonl"
-    output_of("sft", home / "recipe.toml", chats, "sft.steps=1")
+    output_of("sft", home / "recipe.toml", f"sft.train={home}/data/warm.jsonl", "sft.steps=1")
     shutil.rmtree(home / "run" / "hf")
     output_of("export", home / "run")
     [folder] = (home / "run" / "hf").iterdir()

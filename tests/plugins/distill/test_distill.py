@@ -37,15 +37,13 @@ def config_of(estimator, budget=60, distill={}, **rl):  # noqa: B006 - it is not
 
 def distilled(student, teacher, groups, config, version=0):
     """The metrics of a step of the learner."""
-    stage = learn_stage(Models(policy=student, teacher=teacher), config)
-    return distill(stage, groups, version)
+    return distill(learn_stage(Models(policy=student, teacher=teacher), config), groups, version)
 
 
 def once(student, teacher, groups, config):
     """(metrics, gradients of each update) of a step that changes nothing."""
     learner = recorded(student)
-    row = distilled(learner, teacher, groups, config)
-    return row, learner.optimizer.updates
+    return distilled(learner, teacher, groups, config), learner.optimizer.updates
 
 
 def dense_kl(stock, stock_teacher, episode):

@@ -86,8 +86,7 @@ def test_spellings_of_numbers_and_texts_are_compared_alike_both_ways(kind):
     ("kind", "before"), [("words", "Answer: "), ("guesses", "Answer: "), ("completions", "")]
 )
 def test_what_stands_around_an_answer_counts(kind, before):
-    pairs = PAIRS[kind]
-    assert [pair for pair in pairs if score(before + pair[0], pair[1]) != pair[2]] == []
+    assert [pair for pair in PAIRS[kind] if score(before + pair[0], pair[1]) != pair[2]] == []
 
 
 def test_math_verify_also_decides_outside_the_main_thread():

@@ -140,8 +140,7 @@ def require_equal(found, kind):
     start, wanted_logprobs, wanted_gradients, wanted_rows, wanted_after = expected(kind)
     assert weights.keys() == start.keys()
     assert all(torch.equal(weights[name], weight) for name, weight in start.items())
-    pairs = zip(logprobs, wanted_logprobs, strict=True)
-    assert max(np.abs(a - b).max() for a, b in pairs) < NATS
+    assert max(np.abs(a - b).max() for a, b in zip(logprobs, wanted_logprobs, strict=True)) < NATS
     assert far(gradients, wanted_gradients) < RELATIVE
     moved = {name: after[name] - weight for name, weight in start.items()}
     assert far(moved, {n: wanted_after[n] - weight for n, weight in start.items()}) < MOVED

@@ -68,8 +68,7 @@ def test_calls_are_read_in_the_forms_of_public_data(form):
 def test_rows_of_xlam_are_a_question_and_its_calls():
     answers = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]
     row = {"query": "?", "tools": json.dumps([SCHEMA]), "answers": json.dumps(answers)}
-    asked = {"role": "user", "content": "?"}
-    assert read(row) == (asked, turn(call({"a": 1}), call({"a": 2})))
+    assert read(row) == ({"role": "user", "content": "?"}, turn(call({"a": 1}), call({"a": 2})))
     assert read(row, template_inputs).tools == TOOLS
 
 

@@ -127,8 +127,7 @@ def test_a_reward_that_cannot_score_is_not_ready(function, found, home, tmp_path
     ],
 )
 def test_every_command_that_trains_has_a_plan(command, key, file, home, tmp_path):
-    found = f"{key}={home}/{file}"
-    code, last, text = planned(home, tmp_path / "run", found, command=command)
+    code, last, text = planned(home, tmp_path / "run", f"{key}={home}/{file}", command=command)
     assert code == 0 and last.startswith("ready: 2 steps of "), text
     code, last, _ = planned(home, tmp_path / "run", f"{key}=none.jsonl", command=command)
     assert code == 2 and last.startswith("not ready: ")

@@ -71,8 +71,7 @@ def batch(number, clock):
 def write(out, *, make=batch, fresh=False, seed=0):
     output = Output(out)
     output.check()
-    config = Config.model_validate({"run": {"seed": seed}})
-    with open_output(output, config, fresh) as run:
+    with open_output(output, Config.model_validate({"run": {"seed": seed}}), fresh) as run:
         assert run.path == output.folder
         run.note_start()
         write_batches(output, BATCHES, {"data.train": "0" * 64}, make)

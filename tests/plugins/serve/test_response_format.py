@@ -164,8 +164,7 @@ def test_tokens_of_bytes_are_held_to_a_schema_too(tmp_path):
     for _ in range(20):
         mask, tokens = json_mask(texts, {"type": "string", "maxLength": 4}, 300), []
         while not tokens or tokens[-1] not in renderer.stop_token_ids:
-            allowed = np.flatnonzero(mask.allowed(tokens))
-            tokens.append(int(rng.choice(allowed)))
+            tokens.append(int(rng.choice(np.flatnonzero(mask.allowed(tokens)))))
         assert len(json.loads(renderer.decode(np.array(tokens)))) <= 4 and not mask.error
 
 

@@ -119,8 +119,7 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(client):
 
 
 def test_logprobs_are_the_engines_with_the_likeliest_tokens(tiny, client):
-    prompt = tiny.texts.encode("x")
-    expected = tiny.complete(prompt, seed=0, max_new_tokens=9, top_logprobs=3)
+    expected = tiny.complete(tiny.texts.encode("x"), seed=0, max_new_tokens=9, top_logprobs=3)
     answer = client.completions.create(model="tiny", prompt="x", max_tokens=9, seed=0, logprobs=3)
     logprobs = answer.choices[0].logprobs
     assert logprobs.tokens == [tiny.texts.token_text(t) for t in expected.tokens.tolist()]
@@ -130,8 +129,7 @@ def test_logprobs_are_the_engines_with_the_likeliest_tokens(tiny, client):
     assert logprobs.text_offset == np.cumsum([0, *map(len, logprobs.tokens[:-1])]).tolist()
 
     ask = {"model": "tiny", "messages": HELLO, "max_tokens": 9, "seed": 0, "logprobs": True}
-    content = client.chat.completions.create(**ask, top_logprobs=2).choices[0].logprobs.content
-    for entry in content:
+    for entry in client.chat.completions.create(**ask, top_logprobs=2).choices[0].logprobs.content:
         first, second = entry.top_logprobs
         assert first.logprob >= second.logprob and entry.bytes == list(entry.token.encode())
     assert client.chat.completions.create(**ask).choices[0].logprobs.content[0].top_logprobs == []
@@ -448,8 +446,7 @@ def test_a_client_that_leaves_is_cancelled_at_once(stream):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_engine_that_dies_fails_every_client_and_the_health(stream):
-    engine = FakeEngine("abc", fails_at=5)
-    with running(engine, FakeTexts(), FAKE) as url:
+    with running(FakeEngine("abc", fails_at=5), FakeTexts(), FAKE) as url:
         body = PLAIN | {"max_tokens": 9, "n": 2, "stream": stream}
         answer = post(f"{url}/v1/completions", json=body)
         last = answer.text.rpartition("data: ")[2] if stream else answer.text

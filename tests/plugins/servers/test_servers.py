@@ -249,11 +249,10 @@ def test_a_server_at_work_that_answers_no_check_is_lost():
 
 
 def test_a_server_that_comes_back_serves_again(sha256):
-    answer = choice([5, 6], weight_versions=[0, 0])
     with odd(sha256=sha256) as (url, server), connected(url) as engines:
         ticket = engines.submit(request(0, max_new_tokens=2))
         assert eventually(lambda: engines.step() or engines.servers[0].lost)
-        server.answers["/completions"] = 200, answer
+        server.answers["/completions"] = 200, choice([5, 6], weight_versions=[0, 0])
         assert eventually(lambda: engines.step() and ticket.completion)
         told = [line.split("/v1 ")[1].split(":")[0] for line in engines.reports]
     assert told == ["was lost", "serves again"]

@@ -136,8 +136,7 @@ def rows_of(suite, folder):
 
 
 def grade(problem, text, **options):
-    scorer = load("suite", options)
-    return scorer(problem, Attempt(text=text))[0]
+    return load("suite", options)(problem, Attempt(text=text))[0]
 
 
 def test_bfcl_shows_functions_and_grades_calls_by_names_arguments_and_types(tmp_path):
@@ -201,8 +200,7 @@ def test_several_suites_are_one_source_whose_prompts_say_how_to_answer(tmp_path)
         system, user = problem.messages
         assert system["content"] == "Be brief."
         assert any(word in user["content"] for word in ("\\boxed{}", "$LETTER", "code", "Write"))
-    again = read_problems(source, Data(system="Be brief."), key="eval.data")
-    assert again == problems
+    assert read_problems(source, Data(system="Be brief."), key="eval.data") == problems
 
 
 def test_only_programs_need_the_sandbox_of_a_run(tmp_path):

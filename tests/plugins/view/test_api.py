@@ -205,8 +205,7 @@ def test_what_why_found_out_is_shown_beside_the_tokens(server):
 
 def test_a_step_says_what_it_trained_on_and_what_was_left_out(server):
     found = get(server, "step", run="made", step=2)
-    outcomes = {g["uid"]: g["outcome"] for g in found["groups"]}
-    assert outcomes == {"p/2": "train", "q": "no_signal"}
+    assert {g["uid"]: g["outcome"] for g in found["groups"]} == {"p/2": "train", "q": "no_signal"}
     assert [a["reward"] for a in found["groups"][0]["attempts"]] == [1.0, 0.0]
     assert found["numbers"] == {"reward": 2.5, "timings/step_s": 1.5}
     assert "teach nothing" in found["outcomes"]["no_signal"]

@@ -173,8 +173,7 @@ def test_episode_page_paints_advantages_and_tells_a_tokens_values(compared):
     page, url, root = compared
     page.open(f"{url}/#/episode/a/train/1/1")
     page.until("return document.querySelectorAll('.token').length === 10")
-    choices = words_of(page, ".choice button")
-    assert choices == ["log-prob", "weights", "advantage"]
+    assert words_of(page, ".choice button") == ["log-prob", "weights", "advantage"]
     page.run("document.querySelectorAll('.choice button')[2].click()")
     painted = "[...document.querySelectorAll('.token')].map(e => e.style.getPropertyValue('--hue') + e.style.getPropertyValue('--share'))"
     assert set(page.run(f"return {painted}")) == {"885%"}  # red: its advantage is -1

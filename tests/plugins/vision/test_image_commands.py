@@ -69,8 +69,7 @@ def test_export_is_a_stock_model_with_its_processor(trained):
     model = load_model(str(target))
     with torch.no_grad():
         found = model.head(model.run(torch.from_numpy(prompt[None])))[0]
-    expected = stock_logits(str(target), [name], prompt)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found, stock_logits(str(target), [name], prompt), atol=1e-4, rtol=0)
 
 
 def test_other_commands_read_the_same_rows(home, trained, tmp_path):
@@ -131,5 +130,4 @@ def test_resume_with_another_image_is_refused(home, tmp_path):
 )
 def test_what_images_cannot_do_is_one_error(changes, found, home, tmp_path):
     changes = [change.replace("FOLDER", str(home)) for change in changes]
-    error = mistake("train", home / "recipe.toml", f"run.folder={tmp_path}/run", *changes)
-    assert found in error
+    assert found in mistake("train", home / "recipe.toml", f"run.folder={tmp_path}/run", *changes)

@@ -123,8 +123,7 @@ def test_other_image_is_another_prompt(folder):
 
 def test_sampled_placeholder_is_a_token_as_any_other(folder):
     """A random model says its own placeholder; the next pass must not look for its image."""
-    name = store.put(picture(5))
-    [prompt] = prompts_of(folder, chat(name))
+    [prompt] = prompts_of(folder, chat(store.put(picture(5))))
     model = load_model(folder)
     reader = load_image_reader(folder, load_tokenizer(folder))
     tokens = torch.from_numpy(np.append(prompt, [reader.token_id, 20]))[None]
