@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from tandem.config.section import Section, name_of
+from tandem.registry import names
 
 LearningRate = Annotated[float, Field(gt=0, description="peak learning rate of AdamW")]
 RATED = ("train", "sft", "preference")  # sections with a rate that may be "auto"
@@ -53,6 +54,10 @@ class Lora(Section):
         "model.dtype; nf4: 4 bits, and a scale for 64 numbers (QLoRA); int8: 8 bits, and a scale "
         "for each row",
     )
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.base != "float"
 
 
 class Train(Schedules):
@@ -105,6 +110,11 @@ class Train(Schedules):
     max_bad_steps: int = Field(
         3, ge=0, description="steps in a row lost to NaN or infinity before the run stops"
     )
+
+    @property
+    def can_offload(self) -> bool:
+        """True if the optimizer can keep its state in host memory."""
+        return self.optimizer in names("offload")
 
 
 class SFT(Schedules):

@@ -106,7 +106,7 @@ def model_card(
     quantized = (
         f"The adapter was trained on it with the linears of its layers in {config.lora.base}; "
         "merged weights are those that ran, dequantized.\n\n"
-    ) * (config.lora.base != "float")
+    ) * config.lora.is_quantized
     lines = [f"{key} = {value}" for key, value, _ in changed(config)]
     on_hub = re.fullmatch(r"(?!runs/)\w[\w.-]*/\w[\w.-]*", base, re.ASCII)
     linked = f'base_model: "{base}"\n' if on_hub and not Path(base).exists() else ""

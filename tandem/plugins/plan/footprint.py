@@ -31,7 +31,7 @@ from tandem.model.paged_attention import PAGE
 from tandem.model.placement import Placement
 from tandem.model.quantized import quantized_bytes
 from tandem.plugins.plan.shards import FLOAT32, Model, Work, activation_bytes, largest_layer, memory
-from tandem.registry import find, names
+from tandem.registry import find
 from tandem.run_folder.metrics import peak_rss_mb
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -352,7 +352,7 @@ class Footprint:
             ("train", "offload_optimizer", True),
             ("rollout", "cache_mb", max(1, cache_mb // 2)),
         ):
-            if key == "offload_optimizer" and train.optimizer not in names("offload"):
+            if key == "offload_optimizer" and not train.can_offload:
                 continue
             part = getattr(self.config, section).model_copy(update={key: value})
             other = replace(self, config=self.config.model_copy(update={section: part}))
