@@ -90,7 +90,7 @@ class Session:
         if unread := [k for k in values if not {k, k.partition(".")[0]} & {*READ_KEYS}]:
             raise UserError(f"a session reads no {unread[0]}", expected=", ".join(READ_KEYS))
         overrides = overrides_of(values, Path("runs/inputs"))
-        self.config = resolved(load_config(None, overrides), Path(os.devnull))
+        self.config = resolved(load_config(None, overrides), Path(os.devnull), trial=False)
         prepare_process(self.config)
         check_models(self.config)
         path = self.config.model.path

@@ -109,7 +109,6 @@ def build_learner(
             muon_momentum=train.muon_momentum,
         ),
         whole=ranks.pieces(model),
-        dtype=ranks.running_dtype(model),
     )
     # nobody runs or exports a whole critic
     has_copy = ranks is not ALONE and ranks.rank == 0 and name != "critic"

@@ -103,8 +103,9 @@ def fastest_exact(trials: Sequence[Trial]) -> str:
 
 @lru_cache
 def auto_dtype(path: str, threads: int) -> str:
-    """Choose model.dtype for a CPU that multiplies bfloat16: it, if a random model of the shapes at
-    path is exact in it and DTYPE_GAIN times as fast; else "float32". Raises as check_model."""
+    """Choose model.dtype for a CPU that multiplies bfloat16: that type, where a random model is
+    exact in it and DTYPE_GAIN times as fast. The model has layers of the shapes at path. Raises as
+    check_model."""
     config = check_model(path, head="value")
     if not divisible(config) or config.hidden_size not in WIDTHS:
         return "float32"
@@ -114,8 +115,9 @@ def auto_dtype(path: str, threads: int) -> str:
         models = [lean.build(random_module(lean.small(config, 1), 0, kind)) for kind in kinds]
         times = [list(map(_seconds, models)) for _ in range(4)]  # by turns; the first warms up
         narrow, wide = map(min, zip(*times, strict=True))
-        is_better = DTYPE_GAIN * narrow < wide and not probe(models[0]).parity
-    return "bfloat16" if is_better else "float32"
+        found = probe(models[0])
+        is_exact = not (found.parity or found.thread_dependent)
+    return "bfloat16" if is_exact and DTYPE_GAIN * narrow < wide else "float32"
 
 
 def _seconds(model: ExactModel) -> float:

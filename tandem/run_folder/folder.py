@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.choices import why_gap
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.config.training import RATED
@@ -244,20 +245,23 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def resolved(config: Config, folder: Path) -> Config:
+def resolved(config: Config, folder: Path, *, trial: bool = True) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
-    this machine if it has not recorded; and learning_rate = "auto", by the model."""
+    this machine if it has not recorded; and learning_rate = "auto", by the model. trial: a CPU may
+    try bfloat16."""
     run, model = config.run, config.model
-    old = folder / "config.toml"
-    recorded = read_file(old, toml_values, _RESTORE) if has_steps(folder) else {}
+    old = read_file(folder / "config.toml", toml_values, _RESTORE) if _is_run(folder) else {}
     if not run.threads:
-        threads = recorded.get(THREADS) or share_of_threads(
+        threads = (has_steps(folder) and old.get(THREADS)) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes
         )
         run = run.model_copy(update={"threads": threads})
     if model.dtype == "auto":
-        place, dtype = place_models(model.device, "auto"), recorded.get("model.dtype")
-        if not dtype and model.path and place.device.type == "cpu" and bfloat16_unit():
+        place = place_models(model.device, "auto")
+        # before a first step too: another type would make journalled episodes another run's
+        dtype = old.get("model.dtype") if old.get("model.path") == model.path else None
+        has_unit = place.device.type == "cpu" and bfloat16_unit()
+        if trial and model.path and not dtype and has_unit and not why_gap(config, ""):
             from tandem.model.probe import auto_dtype
 
             custom_code.allow(model.trust_remote_code)

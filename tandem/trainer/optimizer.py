@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.boxes import Box, whole_box
+from tandem.runtime.rng import address
 from tandem.types import Array
 
 BUCKET = 1 << 26  # parameters whose offloaded state is on the device at once: 768 MiB
-STEP = 0.7548776662466927  # x, x^2, ... spread a sum of multiples evenly: x^3 + x^2 = 1
+PRIMES = (2, 3, 5, 7, 11, 13)  # multiples of their roots, modulo 1, are spread evenly (Richtmyer)
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -47,6 +48,7 @@ class Whole:
     """Arithmetic over whole tensors by name: here of one process that holds all of each."""
 
     own: dict[str, Box] | None = None  # the parts that this process holds; None: all of each
+    dtype: torch.dtype | None = None  # that these are rounded to before they run; None: their own
 
     def counted(self, name: str) -> bool:
         """Tell whether this process's part of a tensor counts, and is saved: of equal parts one
@@ -72,19 +74,14 @@ class Optimizer:
     """AdamW over named parameters, or their masters. `update` clips, steps and clears the
     gradients.
 
-    whole: of the tensors that these parameters are, or are parts of; dtype: that they run in, None:
-    their own. Optimizers of other names are subclasses (registry.py: "optimizers").
+    whole: of the tensors that these parameters are, or are parts of. Optimizers of other names are
+    subclasses (registry.py: "optimizers").
     """
 
     adam_class: type[torch.optim.AdamW] = torch.optim.AdamW
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        settings: Settings,
-        *,
-        whole: Whole = WHOLE,
-        dtype: torch.dtype | None = None,
+        self, parameters: dict[str, nn.Parameter], settings: Settings, *, whole: Whole = WHOLE
     ):
         self.parameters, self.settings, self.whole, self.step = parameters, settings, whole, 0
         # what AdamW steps: a master, or the parameter itself
@@ -94,8 +91,9 @@ class Optimizer:
         }
         for name, p in parameters.items():
             p.grad_dtype = torch.float32
-            if (dtype or p.dtype) != torch.float32:
-                dither(self.masters[name], (whole.own or {}).get(name) or whole_box(p.shape))
+            if (whole.dtype or p.dtype) != torch.float32:
+                box = whole.own[name] if whole.own else whole_box(p.shape)
+                dither(self.masters[name], name, box)
         of_adam = [p for name, p in self.masters.items() if not self.has_momentum(name, p)]
         decayed = [p for p in of_adam if p.dim() > 1]
         plain = [p for p in of_adam if p.dim() <= 1]
@@ -200,14 +198,14 @@ class Optimizer:
 
 
 @torch.no_grad()
-def dither(master: Tensor, box: Box) -> None:
+def dither(master: Tensor, name: str, box: Box) -> None:
     """Round a float32 tensor to bfloat16, and move each number by less than half of the spacing, so
-    that it rounds to the same. How far is spread evenly, by the place in the whole tensor alone.
-    box: of the tensor in the whole one."""
-    places = torch.zeros((), dtype=torch.int32, device=master.device)
-    for dim, (first, count) in enumerate(zip(box.start, box.shape, strict=True)):
+    that it rounds to the same. How far is spread evenly, by the place in the whole tensor and its
+    name. box: of the tensor in the whole one."""
+    places = torch.tensor(address(name) & 0xFFFF, dtype=torch.int32, device=master.device)
+    for first, count, prime in zip(box.start, box.shape, PRIMES, strict=False):
         numbers = torch.arange(first, first + count, device=master.device)
-        multiples = numbers * round(65536 * STEP ** (len(box.shape) - dim)) & 0xFFFF
+        multiples = numbers * (round(math.sqrt(prime) * 65536) | 1) & 0xFFFF
         places = places[..., None] + multiples.int()
     # as integers floats are in the order of their sizes, 65,536 to the next of bfloat16; | 1: never
     # a half, which might round away; zeros have no neighbours that an update could miss

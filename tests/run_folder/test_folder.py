@@ -215,27 +215,38 @@ def test_an_automatic_learning_rate_is_that_number_written_out(tmp_path):
 
 
 def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, monkeypatch):
-    """The unit for bfloat16 is pretended, then times are. A run keeps its type without the unit."""
+    """The unit for bfloat16 is pretended, then times are. A run keeps its type without the unit,
+    before its first step too."""
     shape = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 64, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    cases = {"exact": (1.3, [], 512), "slow": (1.1, [], 512), "narrow": (1.3, [], 513)}
+    own = {"model__path": str(tmp_path), "model__dtype": "auto", "steps": 0}
 
-    def begun(name, unit="pairs"):
+    def begun(name, unit="pairs", **changes):
         probe.auto_dtype.cache_clear()
         monkeypatch.setattr("tandem.run_folder.folder.bfloat16_unit", lambda: unit)
-        run = start(tmp_path / name, model__path=str(tmp_path), model__dtype="auto")
+        run = start(tmp_path / name, **own, **changes)
         return run.config.model.dtype, *run.news[1:]
 
+    def pretend(gain=1.3, parity=(), thread_dependent=(), width=512):
+        def probed(model):
+            assert model.dtype == torch.bfloat16
+            return Exactness(parity=parity, thread_dependent=thread_dependent)
+
+        seconds = lambda model: gain ** (model.dtype == torch.float32)  # noqa: E731
+        for name, value in (("probe", probed), ("_seconds", seconds), ("WIDTHS", [width])):
+            monkeypatch.setattr(probe, name, value)
+
     with threads_of(3):
-        assert begun("timed")[0] in ("bfloat16", "float32") and torch.get_num_threads() == 3
-    for name, (gain, odd, width) in {**cases, "not exact": (1.3, ["top-p"], 512)}.items():
-        found = Exactness(parity=odd, thread_dependent=[])
-        values = {"_seconds": lambda m, g=gain: g ** (m.dtype == torch.float32), "WIDTHS": [width]}
-        for part, value in {**values, "probe": lambda _, found=found: found}.items():
-            monkeypatch.setattr(probe, part, value)
-        chosen = ("bfloat16", "model.dtype = auto: bfloat16") if name == "exact" else ("float32",)
-        assert begun(name) == chosen
+        begun("timed")
+        assert torch.get_num_threads() == 3
+    pretend()
+    assert begun("exact") == ("bfloat16", "model.dtype = auto: bfloat16")
+    assert begun("vllm", rollout__engine="vllm", rollout__workers=1)[0] == "float32"
     assert begun("no unit", "") == ("float32",) and begun("exact", "")[0] == "bfloat16"
+    no = {"gain": 1.1}, {"parity": ["top-p"]}, {"thread_dependent": ["norm"]}, {"width": 513}
+    for number, changes in enumerate(no):
+        pretend(**changes)
+        assert begun(str(number)) == ("float32",)
 
 
 def test_other_thread_count_is_taken_only_if_it_changes_no_bit(tmp_path):

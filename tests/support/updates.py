@@ -19,8 +19,8 @@ SAMPLING = SamplingDistribution()
 def learner_of(model, ranks, *, kind=Optimizer, **changes):
     usual = Settings(learning_rate=0.01, total_steps=100, weight_decay=0.1, max_grad_norm=0.5)
     settings = replace(usual, **changes)
-    whole, dtype = ranks.pieces(model), ranks.running_dtype(model)
-    return Learner(model, kind(ranks.trainable(model), settings, whole=whole, dtype=dtype), ranks)
+    optimizer = kind(ranks.trainable(model), settings, whole=ranks.pieces(model))
+    return Learner(model, optimizer, ranks)
 
 
 def microbatches(shares=1):

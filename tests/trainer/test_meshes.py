@@ -315,7 +315,8 @@ def test_a_mesh_computes_what_one_process_does(sizes, cases):
         for one, other in zip(own_rows, rows, strict=True):
             # a stage, and a part of the rows, know not all of a router; after an update a rounding
             # of bfloat16 may give a token another expert, and one more goes unused
-            whole = exact and not {"pipeline", "context"} & set(sizes)
+            settled = exact or one is own_rows[0]
+            whole = settled and not {"pipeline", "context"} & set(sizes)
             names = [n for n in other if whole or not n.startswith("router/")]
             compared = {name: one[name] for name in names}
             expected = {name: other[name] for name in names}

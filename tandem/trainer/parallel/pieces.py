@@ -64,13 +64,14 @@ class Pieces(Whole):
     """The parts of all processes of a model's parameters. Making it, and every method, is a
     collective of all processes.
 
-    Of equal parts the process with the lowest rank has the one that counts.
+    Of equal parts the process with the lowest rank has the one that counts. dtype: that parts are
+    rounded to before they run.
     """
 
     own: dict[str, Box]
 
-    def __init__(self, own: Mapping[str, Box], world: Group):
-        self.own, self.world = dict(own), world
+    def __init__(self, own: Mapping[str, Box], world: Group, dtype: torch.dtype):
+        self.own, self.world, self.dtype = dict(own), world, dtype
         self.boxes: list[dict[str, Box]] = world.gather(self.own, "boxes of weights")  # by rank
         self.owners: dict[str, dict[Box, int]] = {}  # by name, in the order of the boxes
         for rank, boxes in enumerate(self.boxes):

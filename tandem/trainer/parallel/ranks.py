@@ -88,7 +88,7 @@ class ParallelRanks(Ranks):
         """Keep what is known of a divided model: as in `Divided`, and the boxes of its parts."""
         own = [name for name, part in parts.items() if part.requires_grad]
         trained = sorted(set().union(*self.mesh.world.gather(own, "trained weights")))
-        pieces = Pieces(boxes, self.mesh.world)
+        pieces = Pieces(boxes, self.mesh.world, stage.dtype)
         self._divided[stage.model] = Divided(stage, parameters, parts, pieces, partial, trained)
 
     def load_weights(self, model: ExactModel, weights: Mapping[str, Tensor]) -> None:
