@@ -249,17 +249,17 @@ def resolved(config: Config, folder: Path, *, trial: bool = True) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
     this machine if it has not recorded; and learning_rate = "auto", by the model. trial: a CPU may
     try bfloat16."""
-    run, model, begun = config.run, config.model, has_steps(folder)
+    run, model, has_begun = config.run, config.model, has_steps(folder)
     old = read_file(folder / "config.toml", toml_values, _RESTORE) if _is_run(folder) else {}
     if not run.threads:
-        threads = (begun and old.get(THREADS)) or share_of_threads(
+        threads = (has_begun and old.get(THREADS)) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes
         )
         run = run.model_copy(update={"threads": threads})
     if model.dtype == "auto":
         place = place_models(model.device, "auto")
         # before a first step too: another type would make journalled episodes another run's
-        is_same = begun or old.get("model.path") == model.path
+        is_same = has_begun or old.get("model.path") == model.path
         dtype = old.get("model.dtype") if is_same else None
         has_unit = place.device.type == "cpu" and bfloat16_unit()
         if trial and model.path and not dtype and has_unit and not why_gap(config, ""):
