@@ -70,10 +70,8 @@ def main() -> int:
                 "preferences": preferences,
                 "distillation": distillation,
             }[name]()
-        results["machine"], results["date"] = machine.describe(), str(date.today())
         part = "algorithms" if name in ALGORITHMS else name
-        where = f"{results['machine']}; {results['date']}"
-        results.setdefault("where", {})[part] = where
+        results.setdefault("where", {})[part] = f"{machine.describe()}; {date.today()}"
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         (ROOT / "results" / "learning.md").write_text(table(results))
     return 0

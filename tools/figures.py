@@ -367,9 +367,17 @@ def learning_rows() -> list[Row]:
         }
         low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         label = f"{len(means)} algorithms, rise of held-out reward in 30 steps, mean of three seeds"
-        rows.append((label, f"{means[low]:+.3f} (`{low}`) to {means[high]:+.3f} (`{high}`)"))
-    rows.append(("demo, held-out reward, five seeds", ", ".join(rises)))
-    return [(what, figure, learning["machine"], "learning") for what, figure in rows]
+        figure = f"{means[low]:+.3f} (`{low}`) to {means[high]:+.3f} (`{high}`)"
+        rows.append(("algorithms", label, figure))
+    rows.append(("demo", "demo, held-out reward, five seeds", ", ".join(rises)))
+    if "smollm2" in learning:
+        both = {row["dtype"]: [] for row in learning["smollm2"]}
+        for row in learning["smollm2"]:
+            both[row["dtype"]].append(f"{row['after']:.3f}")
+        label = "SmolLM2-135M, held-out reward after 30 steps of GRPO, three seeds"
+        figure = "; ".join(f"{dtype}: {', '.join(found)}" for dtype, found in both.items())
+        rows.append(("smollm2", label, figure))
+    return [(what, figure, learning["where"][part], "learning") for part, what, figure in rows]
 
 
 def invariant_rows() -> list[Row]:
