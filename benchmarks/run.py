@@ -124,7 +124,12 @@ def of_runs(model: str, data: str, *overrides: str) -> dict[int, list[float]]:
         for number in range(6):
             run_folder = Path(folder) / str(number)
             command = [str(Path(sys.executable).with_name("tandem")), "train", str(recipe)]
-            command += [f"model.path={model}", f"data.train={data}", f"run.folder={run_folder}"]
+            command += [
+                f"model.path={model}",
+                f"data.train={data}",
+                f"run.folder={run_folder}",
+                "model.dtype=float32",
+            ]
             command += [f"reward.function={ROOT / 'examples/last_number.py'}:score"]
             command += [*overrides, f"rollout.workers={number % 2}", "rollout.max_new_tokens=64"]
             subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

@@ -184,6 +184,12 @@ def choices(config: Config) -> list[Choice]:
     return [choice_of(config) for choice_of in finders]
 
 
+def is_here(config: Config) -> bool:
+    """Tell whether one trainer and workers on this machine compute a run, by the same kernels."""
+    is_own = all(choice.shares_files and not choice.gap for choice in choices(config))
+    return is_own and config.parallel.processes == 1
+
+
 def why_gap(config: Config, inexact: str) -> str:
     """Say why trainer and rollouts do not agree to the last bit: the kernels of a choice, or a
     model that cannot be exact, which is `inexact`; or ""."""

@@ -25,7 +25,9 @@ SETTINGS = {
     "adapters: `lora.rank=16`": f"{SMALL} lora.rank=16",
     "adapters over 4 bits: `lora.base=nf4`": f"{SMALL} lora.rank=16 lora.base=nf4",
 }
-RECIPE = '[data]\ntrain = "rows.jsonl"\n[rollout]\nmax_new_tokens = 512\n'
+RECIPE = (
+    '[model]\ndtype = "float32"\n[data]\ntrain = "rows.jsonl"\n[rollout]\nmax_new_tokens = 512\n'
+)
 HEAD = f"""# Memory by model and setting
 
 Written by `python tools/hardware_page.py` from `tandem plan --json`: GiB of a GRPO run on a CPU, one process, 512 new tokens, a cache of

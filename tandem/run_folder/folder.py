@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.choices import why_gap
+from tandem.choices import is_here
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.config.training import RATED
@@ -249,24 +249,24 @@ def resolved(config: Config, folder: Path, *, trial: bool = True) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
     this machine if it has not recorded; and learning_rate = "auto", by the model. trial: a CPU may
     try bfloat16."""
-    run, model, has_begun = config.run, config.model, has_steps(folder)
-    old = read_file(folder / "config.toml", toml_values, _RESTORE) if _is_run(folder) else {}
+    run, model, old = config.run, config.model, folder / "config.toml"
+    recorded = read_file(old, toml_values, _RESTORE) if has_steps(folder) else {}
     if not run.threads:
-        threads = (has_begun and old.get(THREADS)) or share_of_threads(
+        threads = recorded.get(THREADS) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes
         )
         run = run.model_copy(update={"threads": threads})
     if model.dtype == "auto":
-        place = place_models(model.device, "auto")
-        # before a first step too: another type would make journalled episodes another run's
-        is_same = has_begun or old.get("model.path") == model.path
-        dtype = old.get("model.dtype") if is_same else None
+        place, dtype = place_models(model.device, "auto"), recorded.get("model.dtype")
         has_unit = place.device.type == "cpu" and bfloat16_unit()
-        if trial and model.path and not dtype and has_unit and not why_gap(config, ""):
+        if trial and model.path and not dtype and has_unit and is_here(config):
             from tandem.model.probe import auto_dtype
 
             custom_code.allow(model.trust_remote_code)
-            dtype = auto_dtype(model.path, run.threads)
+            # journalled episodes of a first step that was killed are of the type that it had
+            kept = read_file(old, toml_values, _RESTORE) if _is_run(folder) else {}
+            same = kept.get("model.path") == model.path
+            dtype = kept["model.dtype"] if same else auto_dtype(model.path, run.threads)
         model = model.model_copy(update={"dtype": dtype or place.dtype_name})
     rated = {}
     for name in RATED:

@@ -207,10 +207,11 @@ def dither(master: Tensor, name: str, box: Box) -> None:
         numbers = torch.arange(first, first + count, device=master.device)
         multiples = numbers * (round(math.sqrt(prime) * 65536) | 1) & 0xFFFF
         places = places[..., None] + multiples.int()
+    master.copy_(master.bfloat16())
     # as integers floats are in the order of their sizes, 65,536 to the next of bfloat16; | 1: never
     # a half, which might round away; zeros have no neighbours that an update could miss
     places.bitwise_and_(0xFFFF).bitwise_or_(1).sub_(0x8000).mul_(master != 0)
-    master.copy_(master.bfloat16()).view(torch.int32).add_(places)
+    master.view(torch.int32).add_(places)
 
 
 def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:

@@ -44,7 +44,9 @@ def test_grpo_in_one_file_reaches_the_weights_of_train(model, tmp_path, monkeypa
     assert f"weights {weights(session)[:16]}" in (run / "log.txt").read_text()
 
 
-def test_sampled_logprobs_are_the_trainers_and_draws_have_an_address(model):
+def test_sampled_logprobs_are_the_trainers_and_draws_have_an_address(model, monkeypatch):
+    monkeypatch.setattr("tandem.run_folder.folder.bfloat16_unit", lambda: "pairs")
+    monkeypatch.setattr("tandem.model.probe.auto_dtype", None)  # a session tries no type
     session = tandem.Session(model, max_new_tokens=6, temperature=0.7, top_k=20)
     assert session.exact
     groups = session.sample(PROMPTS, n=3)

@@ -21,7 +21,7 @@ from tandem.model.probe import Exactness
 from tandem.model.schedule import threads_of
 from tandem.plugins.commands.show import status
 from tandem.run_folder.config_changes import MESH, allowed_changes, toml_values
-from tandem.run_folder.folder import identity, open_run, read_matmul
+from tandem.run_folder.folder import identity, open_run, read_matmul, resolved
 from tandem.run_folder.read import Notes, read_notes
 from tandem.run_folder.status import read_status, write_status
 from tandem.runtime import numerics
@@ -241,8 +241,13 @@ def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, mo
         assert torch.get_num_threads() == 3
     pretend()
     assert begun("exact") == ("bfloat16", "model.dtype = auto: bfloat16")
-    assert begun("vllm", rollout__engine="vllm", rollout__workers=1)[0] == "float32"
-    assert begun("no unit", "") == ("float32",) and begun("exact", "")[0] == "bfloat16"
+    for engine, workers in (("vllm", 1), ("http://127.0.0.1:1/v1", 0)):  # which compute otherwise
+        run = begun(engine[:4], rollout__engine=engine, rollout__workers=workers)
+        assert run[0] == "float32"
+    assert begun("no unit", "") == ("float32",) and begun("exact")[0] == "bfloat16"
+    start(tmp_path / "exact", **{**own, "steps": 1})
+    moved = config(model__path="moved", model__dtype="auto")
+    assert resolved(moved, tmp_path / "exact").model.dtype == "bfloat16"
     no = {"gain": 1.1}, {"parity": ["top-p"]}, {"thread_dependent": ["norm"]}, {"width": 513}
     for number, changes in enumerate(no):
         pretend(**changes)
