@@ -243,8 +243,7 @@ def test_step_that_cannot_be_filled_names_both_settings(tmp_path):
     assert f"step {done + 1}" in where and "after 2 batches (rl.max_gen_batches)" in where
     assert "rl.prompts_per_step" in caught.value.expected
     assert "raise rl.max_gen_batches" in caught.value.next
-    roomier = resumed(dynamic(tmp_path, run__seed=2), done, json.loads(state))
-    train_step(roomier, done)
+    train_step(resumed(dynamic(tmp_path, run__seed=2), done, json.loads(state)), done)
     other = dynamic(tmp_path / "other", run__seed=2)
     for step in range(done + 1):
         train_step(other, step)

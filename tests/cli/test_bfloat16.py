@@ -2,6 +2,7 @@
 goes on from is float32."""
 
 import json
+from shutil import copytree
 
 import pytest
 import torch
@@ -44,6 +45,17 @@ def test_a_run_exports_bfloat16_and_keeps_float32_masters(command, settings, hom
         gaps = [row["logprob_gap"] for row in rows if "logprob_gap" in row]
         assert gaps and set(gaps) == {0.0}
     assert "equal" in output_of("replay", folder, "--step", rows[-1]["step"])
+
+
+def test_eval_takes_the_type_that_a_model_was_saved_in(home, tmp_path, monkeypatch):
+    saved = copytree(home / "model", tmp_path / "model")
+    about = (saved / "config.json").read_text()
+    (saved / "config.json").write_text(about.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    cases = (home / "model", "pairs"), (saved, "pairs"), (saved, "")  # and what multiplies bfloat16
+    for (model, unit), dtype in zip(cases, ("float32", "bfloat16", "float32"), strict=True):
+        monkeypatch.setattr("tandem.plugins.commands.eval.bfloat16_unit", lambda unit=unit: unit)
+        output = output_of("eval", home / "recipe.toml", f"model.path={model}")
+        assert f"in {dtype} on" in " ".join(output.split())
 
 
 def test_commands_that_only_generate_run_in_bfloat16(home, tmp_path):

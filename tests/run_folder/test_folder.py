@@ -215,8 +215,7 @@ def test_an_automatic_learning_rate_is_that_number_written_out(tmp_path):
 
 
 def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, monkeypatch):
-    """The unit for bfloat16 is pretended, then times are. A run keeps its type without the unit,
-    before its first step too."""
+    """The unit for bfloat16 is pretended, then times are. A run keeps its type."""
     shape = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 64, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     own = {"model__path": str(tmp_path), "model__dtype": "auto", "steps": 0}
@@ -227,14 +226,12 @@ def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, mo
         run = start(tmp_path / name, **own, **changes)
         return run.config.model.dtype, *run.news[1:]
 
-    def pretend(gain=1.3, parity=(), thread_dependent=(), width=512):
-        def probed(model):
-            assert model.dtype == torch.bfloat16
-            return Exactness(parity=parity, thread_dependent=thread_dependent)
-
-        seconds = lambda model: gain ** (model.dtype == torch.float32)  # noqa: E731
-        for name, value in (("probe", probed), ("_seconds", seconds), ("WIDTHS", [width])):
-            monkeypatch.setattr(probe, name, value)
+    def pretend(gain=1.3, width=512, **found):
+        odd = Exactness(**{"parity": [], "thread_dependent": [], **found})
+        trial = {torch.bfloat16: (odd, 1.0), torch.float32: (None, gain)}
+        monkeypatch.setattr(probe, "probe", lambda model: trial[model.dtype][0])
+        monkeypatch.setattr(probe, "_seconds", lambda model: trial[model.dtype][1])
+        monkeypatch.setattr(probe, "WIDTHS", [width])
 
     with threads_of(3):
         begun("timed")
@@ -242,16 +239,15 @@ def test_an_automatic_type_is_bfloat16_where_it_is_exact_and_faster(tmp_path, mo
     pretend()
     assert begun("exact") == ("bfloat16", "model.dtype = auto: bfloat16")
     for engine, workers in (("vllm", 1), ("http://127.0.0.1:1/v1", 0)):  # which compute otherwise
-        run = begun(engine[:4], rollout__engine=engine, rollout__workers=workers)
-        assert run[0] == "float32"
+        assert begun(engine[:4], rollout__engine=engine, rollout__workers=workers) == ("float32",)
     assert begun("no unit", "") == ("float32",) and begun("exact")[0] == "bfloat16"
     start(tmp_path / "exact", **{**own, "steps": 1})
     moved = config(model__path="moved", model__dtype="auto")
     assert resolved(moved, tmp_path / "exact").model.dtype == "bfloat16"
     no = {"gain": 1.1}, {"parity": ["top-p"]}, {"thread_dependent": ["norm"]}, {"width": 513}
-    for number, changes in enumerate(no):
+    for changes in no:
         pretend(**changes)
-        assert begun(str(number)) == ("float32",)
+        assert begun(*changes) == ("float32",)
 
 
 def test_other_thread_count_is_taken_only_if_it_changes_no_bit(tmp_path):

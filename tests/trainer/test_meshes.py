@@ -313,10 +313,11 @@ def test_a_mesh_computes_what_one_process_does(sizes, cases):
             difference = (own_grads[name] - grad).norm()
             assert difference <= (1e-5 if exact else 1e-2) * grad.norm(), (case, name)
         for one, other in zip(own_rows, rows, strict=True):
-            # a stage, and a part of the rows, know not all of a router; after an update a rounding
-            # of bfloat16 may give a token another expert, and one more goes unused
-            settled = exact or one is own_rows[0]
-            whole = settled and not {"pipeline", "context"} & set(sizes)
+            # a stage, and a part of the rows, know not all of a router
+            whole = not {"pipeline", "context"} & set(sizes)
+            whole &= (
+                exact or one is own_rows[0]
+            )  # an update in bfloat16 may change a token's experts
             names = [n for n in other if whole or not n.startswith("router/")]
             compared = {name: one[name] for name in names}
             expected = {name: other[name] for name in names}

@@ -132,8 +132,7 @@ def test_bfloat16_parameters_are_their_masters_rounded():
 @pytest.mark.parametrize("shape", [(90_000,), (300, 300), (9, 100, 100)])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_updates_far_below_the_spacing_of_bfloat16_move_its_weights_in_the_mean(shape, sign):
-    """By Adam's learning rate, as the gradients are equal: 1/50 of the spacing of numbers from 2 to
-    4, less of larger ones."""
+    """By Adam's learning rate: 1/50 of the spacing of numbers from 2 to 4, less of larger ones."""
     numbers = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 6 + 2
     weights = {"w": nn.Parameter(numbers.bfloat16())}
     before, rate = weights["w"].detach().float(), 2.0**-6 / 50

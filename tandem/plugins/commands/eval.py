@@ -4,11 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
+
 from tandem.cli.progress import console, print_table
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_runner, prepare_process
 from tandem.jobs.input_hashes import image_hashes, input_hashes
 from tandem.jobs.inputs import missing, read_data
+from tandem.jobs.models import placement
+from tandem.model.config_file import check_model
+from tandem.model.onednn import bfloat16_unit
 from tandem.rollout.evaluate import Evaluator
 from tandem.run_folder.episode_files import read_episodes
 from tandem.run_folder.folder import identity
@@ -22,6 +27,7 @@ def evaluate(config: Config, out: Path | None, fresh: bool) -> dict[str, float]:
         with disk_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
     prepare_process(config)
+    config = _in_own_type(config)
     problems = read_data(config, "eval.data")
     if not problems:
         raise missing("no held-out problems are named", "eval.data", "a JSONL, CSV or Parquet file")
@@ -39,8 +45,19 @@ def evaluate(config: Config, out: Path | None, fresh: bool) -> dict[str, float]:
         evaluator = Evaluator(config=config, problems=problems, runner=runner, journal=journal)
         metrics = evaluator(0)
     rows = [(name.removeprefix("eval/"), f"{value:.3f}") for name, value in metrics.items()]
-    title = f"{config.model.path} on {counted(len(problems), 'problems')}"
+    title = f"{config.model.path} in {placement(config).dtype_name} on "
+    title += counted(len(problems), "problems")
     print_table(("metric", "value"), rows, title)
     if out is not None:
         out.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     return metrics
+
+
+def _in_own_type(config: Config) -> Config:
+    """Let model.dtype = "auto" be the type that the model was saved in, on a CPU that multiplies
+    bfloat16: a run that exported it in this type evaluated it so."""
+    model, on_cpu = config.model, placement(config).device.type == "cpu"
+    if model.dtype != "auto" or not (on_cpu and bfloat16_unit()):
+        return config
+    dtype = "bfloat16" if check_model(model.path).dtype == torch.bfloat16 else "float32"
+    return config.model_copy(update={"model": model.model_copy(update={"dtype": dtype})})

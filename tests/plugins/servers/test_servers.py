@@ -108,8 +108,7 @@ def odd(completion=None, status=200, sha256=""):
     answers = {"/completions": completion and (status, completion)}
     if sha256:
         model["owned_by"] = "tandem"
-        has = {"weight_version": 0, "sha256": sha256, "takes_updates": True}
-        answers["/weights"] = 200, has
+        answers["/weights"] = 200, {"weight_version": 0, "sha256": sha256, "takes_updates": True}
     with Odd({**answers, "/models": (200, {"data": [model]})}) as server:
         yield server.url, server
 
