@@ -5,10 +5,10 @@ Weights that run in another type than float32 have masters: float32 copies that 
 updates go to. Engine and trainer run the masters rounded once, so an update below the spacing of
 bfloat16 is kept (Micikevicius et al. 2018, arXiv 1710.03740, section 3.1).
 
-A run of RL may end before its updates add up to half of that spacing, and a master that starts at
-its weight rounds to no other one before. So masters start beside their weights, by less than
-rounding takes away (a fixed dither: Roberts 1962, doi 10.1109/TIT.1962.1057702). Then some of many
-weights change with the first update, and by as much, in the mean, as their masters.
+A master that starts at its weight must move by half of that spacing before the weight changes, and
+a run of RL may end earlier. So masters start beside their weights, by less than rounding takes away
+(a fixed dither: Roberts 1962, doi 10.1109/TIT.1962.1057702). Then the first update changes some of
+many weights, and in the mean weights move as their masters do.
 """
 
 import math
@@ -200,8 +200,8 @@ class Optimizer:
 @torch.no_grad()
 def dither(master: Tensor, name: str, box: Box) -> None:
     """Round a float32 tensor to bfloat16, and move each number by less than half of the spacing, so
-    that it rounds to the same. How far is spread evenly, by the place in the whole tensor and its
-    name. box: of the tensor in the whole one."""
+    that it rounds to the same. The offsets are spread evenly; a number's place in the whole tensor
+    and the tensor's name decide. box: of the tensor in the whole one."""
     places = torch.tensor(address(name) & 0xFFFF, dtype=torch.int32, device=master.device)
     for first, count, prime in zip(box.start, box.shape, PRIMES, strict=False):
         numbers = torch.arange(first, first + count, device=master.device)
